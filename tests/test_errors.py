@@ -1,16 +1,22 @@
-"""Tests of texts without passwords: what is shown of URLs, and where."""
+"""Tests of errors: texts without passwords, and which status a refused path has."""
 
+import errno
 import json
+import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 from jobs import call_main, run_job, state_of, tiny
 
 from megatronish.checkpoint.remote import RemotePath
+from megatronish.commands.exit_status import exit_status
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.fields import with_fields
-from megatronish.core.errors import RunError, UserError, without_passwords
+from megatronish.core.errors import RunError, UserError, is_misplaced, without_passwords
+from megatronish.core.files import new_folder
+from megatronish.launch.rank import _describe
 
 PW = "PeW0rd"
 
@@ -24,6 +30,10 @@ PW = "PeW0rd"
         (f"ftp://user:{PW}@x@host/y", "ftp://user:***@host/y"),
         (f"ftp://user:a/{PW}@host/y", "ftp://user:***@host/y"),
         (f"https://{PW}@host/x", "https://***@host/x"),
+        # as a path of Python writes it
+        (f"ftp:/user:{PW}@host/x does not exist", "ftp:/user:***@host/x does not exist"),
+        (f"http:/host/x?token={PW}.idx", "http:/host/x?token=***"),
+        ("of a:/b:c and d:/e", "of a:/b:c and d:/e"),
         (f"http://proxy:{PW}@proxy:3128 refused", "http://proxy:***@proxy:3128 refused"),
         (f"s3://b/x?X-Amz-Signature={PW}&a=1", "s3://b/x?X-Amz-Signature=***&a=1"),
         (f"s3://b/x?key=1&secret={PW}", "s3://b/x?key=1&secret=***"),
@@ -88,3 +98,22 @@ def test_a_run_resumes_with_a_password_that_none_of_its_files_has(tmp_path: Path
     assert again.status == 0 and "tracking" not in again.output.partition("changed since")[2]
     assert PW not in again.output + again.errors
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file() and PW.encode() in path.read_bytes()]
+
+
+def test_a_path_that_the_system_refuses_is_a_mistake_and_a_failing_disk_is_none(tmp_path: Path) -> None:
+    """The launcher starts a rank again after status 1, and not after 2."""
+    for number, status in ((errno.EACCES, 2), (errno.ENOTDIR, 2), (errno.ENAMETOOLONG, 2), (errno.EIO, 1)):
+        error = OSError(number, os.strerror(number), str(tmp_path / "x"))
+        assert _describe(error)[0] == status
+        assert exit_status(partial(_raise, error)) == status
+    assert not is_misplaced(OSError(errno.EACCES, "of no file"))
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match="cannot be written: Not a directory; no partial file is left; name another"),
+        new_folder(tmp_path / "file" / "below", decisive="a"),
+    ):
+        pass
+
+
+def _raise(error: BaseException) -> int:
+    raise error

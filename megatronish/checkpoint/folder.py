@@ -30,6 +30,7 @@ from megatronish.core.files import sync_folder, write_durably
 
 STATE = "state.json"
 LATEST = "latest"
+LARGEST_NUMBER = 2**62
 NO_TIME = 2.0**35  # seconds since 1970, in the year 3058
 NAME = re.compile(r"step_(\d+)")
 L = TypeVar("L", Path, Location)  # what is found on a disk is on a disk
@@ -55,7 +56,27 @@ def read_state(folder: Location, checksums: Checksums | None = None) -> dict[str
         raise DamagedError(folder, f"{STATE} cannot be read ({error})") from error
     if not isinstance(state, dict):
         raise DamagedError(folder, f"{STATE} is not one of ours")
+    if (wrong := _odd_entry(state)) is not None:
+        raise DamagedError(folder, f"{STATE} is not one of ours: what it says of {wrong} is of another type")
     return state
+
+
+def _odd_entry(state: Mapping[str, Any]) -> str | None:
+    """Name of an entry of a state whose type none of ours has; None if there is none. What is missing is no matter."""
+    for name in ("config", "copies", "origin", "loss_scale", "hooks", "schedule"):
+        if not isinstance(state.get(name, {}), dict):
+            return name
+    for section, fields in state.get("config", {}).items():
+        if not isinstance(fields, dict):
+            return f"config.{section}"
+    for name, path in state.get("copies", {}).items():
+        if not isinstance(path, str) or "\0" in path:
+            return f"copies.{name}"
+    for name in ("step", "vocab_size", "eod"):
+        number = state.get(name)
+        if number is not None and (type(number) is not int or not -1 <= number < LARGEST_NUMBER):
+            return name
+    return None
 
 
 def steps_in(folder: L) -> dict[int, L]:

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatronish.core.pickles import refuse_bombs, shape_of
+
 METADATA = ".metadata"
 RECORDS = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -40,7 +42,7 @@ RECORDS = {
 }
 # Replacements of functions, and of classes whose objects are made by a call: builtins, which a pickle cannot change.
 PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): shape_of,
     ("torch.serialization", "_get_layout"): str,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
 }
@@ -76,6 +78,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def parse_metadata(data: bytes) -> Metadata:
     """Content of `.metadata`; raises an exception of any class if it is not what torch writes there."""
     # Plain records only: no class or function of torch has run yet.
+    refuse_bombs(data)
     metadata = _state(_MetadataUnpickler(data).load(), "Metadata")
     # name -> shape, dtype and rectangles; (name, offset of a rectangle) -> file, offset and length in bytes.
     tensors = {_checked(name, str): _tensor(record) for name, record in metadata["state_dict_metadata"].items()}

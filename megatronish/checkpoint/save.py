@@ -12,6 +12,7 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from megatronish.checkpoint.folder import partial_name_of, publish, remove_lefto
 from megatronish.checkpoint.remote import Location, RemotePath
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.core.errors import RunError
+from megatronish.core.files import remedy_of_writing
 from megatronish.optim.optimizer import Optimizer
 from megatronish.parallel.mesh import Domain, Mesh
 from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding
@@ -143,7 +145,8 @@ def save_checkpoint(
         what = f"the checkpoint of step {step} could not be written to {folder}"
         if isinstance(error, DamagedError):  # the main rank does not see what another has written
             raise SaveError(f"{what}: {error.why}", "let all ranks see one folder") from error
-        raise SaveError(f"{what}: {error.strerror or error}") from error
+        place = folder if isinstance(folder, Path) else None
+        raise SaveError(f"{what}: {error.strerror or error}", remedy_of_writing(error, place)) from error
 
 
 def _begin(folder: Location, step: int, *, makes_folder: bool) -> str:

@@ -9,6 +9,7 @@ many pieces of its shards lie in it, and it reads nothing else.
 import io
 import os
 import tempfile
+import zipfile
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch.futures import Future
 from megatronish.checkpoint.checksums import Checksums, DamagedError, Span, SummingStream
 from megatronish.checkpoint.metadata import METADATA, parse_metadata
 from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath
+from megatronish.core.pickles import refuse_bombs
 from megatronish.parallel.sharding import Piece
 
 
@@ -126,6 +128,16 @@ def _cause(error: BaseException) -> BaseException:
     return cause or error
 
 
+def _pickle_of(data: bytes) -> bytes:
+    """Pickle of a torch file; an error of any class for what torch.save does not write."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        records = archive.infolist()
+        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+            raise ValueError("a record is compressed")
+        (name,) = (record.filename for record in records if record.filename.endswith("data.pkl"))
+        return archive.read(name)
+
+
 def _is_dense(value: Any) -> bool:
     """Whether a value is a dense tensor on the CPU: not sparse, not nested, not of a subclass, not on meta."""
     plain = type(value) is Tensor and not value.is_nested
@@ -193,6 +205,7 @@ class CheckpointReader(dcp.FileSystemReader):
         sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
         what = f"what {name} holds of {index.fqn} is no tensor of {list(sizes)}"
         try:
+            refuse_bombs(_pickle_of(data))
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # bytes that are no tensor may raise an error of any class
             raise DamagedError(self.folder, what) from error

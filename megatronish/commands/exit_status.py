@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from megatronish.config.plugins import naming_plugins
-from megatronish.core.errors import RunError, UserError
+from megatronish.core.errors import RunError, UserError, is_misplaced, shown, without_passwords
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.os_errors import mishap, refuse_few_open_files
 from megatronish.launch.place import Place, place_from_environment
@@ -29,11 +29,15 @@ def exit_status(work: Callable[[], int], *, prefix: str = "") -> int:
     except BrokenPipeError:  # no failure: commands/main.py ends quietly
         raise
     except (RunError, OSError) as error:
-        print(f"{prefix}{error}", file=sys.stderr)
-        return 1
+        print(f"{prefix}{_sentence(error)}", file=sys.stderr)
+        return 2 if is_misplaced(error) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _sentence(error: RunError | OSError) -> str:
+    return str(error) if isinstance(error, RunError) else shown(without_passwords(mishap(error) or str(error)))
 
 
 def exit_status_of_ranks(work: Callable[[Place | None], int]) -> int:
@@ -58,8 +62,8 @@ def exit_status_of_ranks(work: Callable[[Place | None], int]) -> int:
     except OSError as error:
         if (sentence := mishap(error)) is None:
             raise
-        print(sentence, file=sys.stderr)
-        return 1
+        print(without_passwords(sentence), file=sys.stderr)
+        return 2 if is_misplaced(error) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -14,6 +14,7 @@ from megatronish.launch.imports import importing
 from megatronish.launch.place import Place, place_from_environment, refuse_too_many
 
 METRICS = "metrics.jsonl"
+TRACEBACK = "Traceback (most recent call last):"
 
 
 def main(
@@ -53,7 +54,7 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
         from megatronish.checkpoint.remote import is_url
         from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch
-        from megatronish.launch.patience import within
+        from megatronish.launch.patience import apart
         from megatronish.launch.rank import DISK_SECONDS
         from megatronish.launch.restarts import Restarts
         from megatronish.train.folder import last_step
@@ -80,14 +81,15 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     status = launch(run, world_size=config.layout.world_size, log_dir=logs, restarts=restarts, patience=patience)
     if status and place_from_environment() is None:
         ending = _ending_of(status, restarts.sentence)
-        within(2.0, partial(say_last, config.run_dir, ending, knows_first=bool(restarts.sentence)), otherwise=None)
+        apart(2.0, partial(say_last, config.run_dir, ending, knows_first=bool(restarts.sentence)), otherwise=None)
     return status or (print_sample(config) if place_from_environment() is None else 0)
 
 
 def _ending_of(status: int, sentence: str) -> str:
     """The last word of a run whose ranks could not say it themselves."""
     if sentence and status < 128:
-        return f"failed: {sentence.splitlines()[0][:200]}"
+        lines = sentence.splitlines()
+        return f"failed: {lines[0].replace(TRACEBACK, lines[-1])[:200]}"
     number = status - 128
     is_signal = number in set(map(int, signal.Signals))
     return f"ended by {signal.Signals(number).name}" if is_signal else f"failed: status {status}"

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import tomllib
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,6 +11,7 @@ from megatronish.config.fields import ALIASES, FIELDS, SECTIONS
 from megatronish.config.flag_meaning import Settings, report, understand
 from megatronish.config.portable import from_here
 from megatronish.config.suggest import is_meant_as_config, nearest_section, one_of_sections, unknown
+from megatronish.core.foreign import parse_toml
 
 
 class CommandLine(NamedTuple):
@@ -20,6 +20,9 @@ class CommandLine(NamedTuple):
     config_file: str | None
     wants_help: bool
     flags: Settings
+
+
+MOST_PROBLEMS = 200
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -34,6 +37,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     wants_help, words = False, flags_of(argv)
     is_mock = asks_for_mock_data(argv)
     for flag, values in words:
+        if len(flags.problems) > MOST_PROBLEMS:
+            flags.problems.append("flags after that were not read; correct these first")
+            break
         name = flag.lstrip("-").replace("_", "-")
         if flag in ("-h", "--help"):
             wants_help = True
@@ -69,10 +75,12 @@ def asks_for_mock_data(argv: Sequence[str]) -> bool:
 def read_file(path: Path, *, is_mock: bool = False) -> Settings:
     """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all. `is_mock`: by --mock-data."""
     found = Settings.empty()
-    tables = from_here(tomllib.loads(path.read_text(encoding="utf-8")), path.parent)
+    tables = from_here(parse_toml(path.read_text(encoding="utf-8")), path.parent)
     data = tables.get("data")
     is_mock = is_mock or (isinstance(data, dict) and data.get("mock_data") is True)
     for section, entries in tables.items():
+        if len(found.problems) > MOST_PROBLEMS:
+            break
         if section == "plugin" and not isinstance(entries, dict):  # it comes before all sections, and may stand there
             _read_entry(found, section="plugins", key=section, value=entries)
         elif not isinstance(entries, dict):
@@ -82,7 +90,11 @@ def read_file(path: Path, *, is_mock: bool = False) -> Settings:
                 found.problems.append(one_of_sections(section, SECTIONS))
                 section = nearest_section(section, SECTIONS)  # so that nothing is missing for that
             for key, value in entries.items() if section else ():
+                if len(found.problems) > MOST_PROBLEMS:  # each takes a millisecond to find what was meant
+                    break
                 _read_entry(found, section=section, key=key, value=value, is_mock=is_mock)
+    if len(found.problems) > MOST_PROBLEMS:
+        found.problems.append("what stands after that was not read; correct these first")
     return report(found)
 
 

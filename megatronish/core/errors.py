@@ -4,6 +4,7 @@ A URL may hold a password, and a token may stand in a query or an option. What i
 server that it is for, shows *** there: every error, every line of a rank, every file that describes a run.
 """
 
+import errno
 import re
 
 STARS = "***"
@@ -12,9 +13,10 @@ _SECRET = (
 )
 _IN_URL = (
     # scheme://user:PASSWORD@host, also where the password has a slash; and what may be a token alone, of HTTP.
-    (re.compile(r"(\b[A-Za-z][\w+.-]*://[^\s/:@'\"]*:)(?!\*\*\*@)[^\s/'\"]+(?=@)"), rf"\1{STARS}"),
-    (re.compile(r"(\b[A-Za-z][\w+.-]*://[^\s/:@'\"]*:)(?!\*\*\*@|\d+(?:/|$))[^\s'\"]+(?=@)"), rf"\1{STARS}"),
-    (re.compile(r"(\bhttps?://)(?!\*\*\*@)[^\s/:@'\"]+(?=@)"), rf"\1{STARS}"),
+    # A path of Python has one stroke where the URL has two.
+    (re.compile(r"(\b[A-Za-z][\w+.-]*:/{1,3}[^\s/:@'\"]*:)(?!\*\*\*@)[^\s/'\"]+(?=@)"), rf"\1{STARS}"),
+    (re.compile(r"(\b[A-Za-z][\w+.-]*:/{1,3}[^\s/:@'\"]*:)(?!\*\*\*@|\d+(?:/|$))[^\s'\"]+(?=@)"), rf"\1{STARS}"),
+    (re.compile(r"(\bhttps?:/{1,3})(?!\*\*\*@)[^\s/:@'\"]+(?=@)"), rf"\1{STARS}"),
     (re.compile(rf"([?&;#][\w.%-]*(?:{_SECRET})[\w.%-]*=)[^\s&;#'\"]+", re.IGNORECASE), rf"\1{STARS}"),
 )
 _ELSEWHERE = (
@@ -30,7 +32,7 @@ _ELSEWHERE = (
 
 def without_passwords(text: str) -> str:
     """The text with *** for passwords in URLs, for tokens in queries and options, and for what looks like a token."""
-    if "://" in text:
+    if ":/" in text:
         for pattern, hidden in _IN_URL:
             text = pattern.sub(hidden, text)
     for pattern, hidden in _ELSEWHERE:
@@ -67,6 +69,19 @@ def _shortened(line: str, longest: int) -> str:
         return line
     head, tail = longest // 2, longest // 4
     return f"{line[:head]}[{len(line) - head - tail:,} characters]{line[-tail:]}"
+
+
+MISPLACED = frozenset(
+    (
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP),
+        *(errno.ENAMETOOLONG, errno.EINVAL, errno.EROFS, errno.ENXIO, errno.ENODEV, errno.ENOTEMPTY),
+    )
+)
+
+
+def is_misplaced(error: BaseException) -> bool:
+    """Whether the system refused a path that the user can correct, rather than failed: trying again does not help."""
+    return isinstance(error, OSError) and error.filename is not None and error.errno in MISPLACED
 
 
 class UserError(ValueError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Literal
 
-from megatronish.core.errors import RunError, UserError
+from megatronish.core.errors import RunError, UserError, is_misplaced
 
 NO_CONTENT = "lost+found"  # a folder that is in the root of an empty ext4 disk
 
@@ -27,7 +27,7 @@ NO_CONTENT = "lost+found"  # a folder that is in the root of an empty ext4 disk
 def write_durably(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees the old text or the new one, whenever the machine stops."""
     aside = path.with_name(path.name + ".new")
-    with _removed_after_an_error(aside):
+    with naming(path), _removed_after_an_error(aside):
         with aside.open("w") as file:
             file.write(text)
             file.flush()
@@ -39,9 +39,34 @@ def write_durably(path: Path, text: str) -> None:
 def write_quickly(path: Path, text: str) -> None:
     """Replace a file atomically, without waiting for the disk: after a power cut it may be the old one, or empty."""
     aside = path.with_suffix(".new")
-    with _removed_after_an_error(aside):
+    with naming(path), _removed_after_an_error(aside):
         aside.write_text(text)
         aside.replace(path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context in which an error of the system names the path: that of a write has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def remedy_of_writing(error: OSError, place: Path | None = None) -> str:
+    """What to do before another start, where a file in the place could not be written."""
+    if error.errno == errno.EFBIG:
+        return "raise the limit on the size of a file (ulimit -f unlimited)"
+    if error.errno == errno.EDQUOT:
+        return "free space there or ask for a larger quota"
+    if error.errno == errno.ENOSPC and place is not None:
+        with suppress(OSError):
+            found = os.statvfs(place)
+            if found.f_files and not found.f_favail:
+                return "remove files there, because its file system can have no more of them (df -i)"
+    return "free space there"
 
 
 @contextmanager
@@ -124,13 +149,14 @@ class AtomicFile:
         Files that other nodes may have mapped need `keep_existing`: over NFS, replacing a file breaks its mappings.
         """
         try:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            if keep_existing:
-                os.link(self._temporary, self.path)
-            else:
-                os.replace(self._temporary, self.path)
-            sync_folder(self.path.parent)
+            with naming(self.path):
+                self.file.flush()
+                os.fsync(self.file.fileno())
+                if keep_existing:
+                    os.link(self._temporary, self.path)
+                else:
+                    os.replace(self._temporary, self.path)
+                sync_folder(self.path.parent)
         except FileExistsError:
             pass
         finally:
@@ -276,10 +302,12 @@ def _move_in(partial: Path, path: Path, *, decisive: str) -> None:
         raise
 
 
-def _failed(path: Path, error: OSError) -> RunError:
+def _failed(path: Path, error: OSError) -> RunError | UserError:
+    if is_misplaced(error):
+        return UserError(f"{path} cannot be written: {error.strerror}; no partial file is left; name another place")
     return RunError(
-        f"{path} could not be written: {error.strerror or error}; no partial file is left; free space or name another "
-        "place"
+        f"{path} could not be written: {error.strerror or error}; no partial file is left; "
+        f"{remedy_of_writing(error, path.parent)} or name another place"
     )
 
 

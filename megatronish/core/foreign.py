@@ -1,4 +1,4 @@
-"""Reader of JSON and YAML that others wrote: bounded in size, depth and aliases, and plain types with texts as keys.
+"""Reader of JSON, YAML and TOML of others: bounded in size, depth and aliases, and plain types with texts as keys.
 
 What comes back is made of dict, list, str, int, float, bool and None alone. A YAML alias is a copy of what it stands
 for, and copies count: a file of ten lines cannot become a billion values, and an anchor that holds itself has no end
@@ -7,6 +7,8 @@ and is refused. Dates stay the text that they are in the file, and so do keys, w
 
 import json
 import math
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +19,8 @@ LARGEST = 2**24
 """Bytes of a JSON file; those of models have some thousands."""
 LARGEST_YAML = 2**16
 """Bytes of a YAML file: PyYAML reads some 20 kB a second. Configs have a few thousand."""
+LARGEST_TOML = 2**22
+"""Characters of a TOML file: Python reads some millions a second."""
 DEEPEST = 50
 """Lists and objects inside of each other."""
 MOST_VALUES = 100_000
@@ -24,6 +28,8 @@ MOST_VALUES = 100_000
 LONGEST_NUMBER = 100
 """Characters of a number of YAML."""
 
+_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{DEEPEST}}}""")
+_LONG_NUMBER = re.compile(r"(?<![\w\"'])[+-]?0[xob][0-9a-fA-F_]{1000}")
 _PLAIN = {f"tag:yaml.org,2002:{name}": name for name in ("null", "bool", "int", "float", "str", "timestamp")}
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -43,6 +49,28 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"its lists and objects are more than {DEEPEST} deep") from None
     _refuse_deep(value)
     return value
+
+
+def json_value(text: str) -> Any:
+    """Value of a JSON text, as deep as Python can read; ValueError with a sentence for any other text."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists and objects are too deep inside of each other") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Tables of a TOML text; ValueError with a sentence for what is not TOML, too much or too deep."""
+    if len(text) > LARGEST_TOML:
+        raise ValueError(f"it has more than {LARGEST_TOML:,} characters, which is the limit")
+    if (match := _LONG_KEY.search(text)) is not None:  # the library takes the square of a key's parts
+        raise ValueError(f"line {text.count(chr(10), 0, match.start()) + 1} has a key of more than {DEEPEST} parts")
+    if (match := _LONG_NUMBER.search(text)) is not None:  # it could be read, and not written into a sentence
+        raise ValueError(f"line {text.count(chr(10), 0, match.start()) + 1} has a number of thousands of digits")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its lists and tables are too deep inside of each other") from None
 
 
 def read_yaml(path: Path) -> Any:

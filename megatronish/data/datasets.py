@@ -1,5 +1,6 @@
 """Data sets of a config: training, validation and test, each a file, a blend of files, or mock data."""
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHOLE = (0.0, 1.0)
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 DATASETS: dict[str, Callable[..., Dataset]] = {
     "pretrain": open_gpt_samples,
     "chat": open_chats,
@@ -69,10 +71,22 @@ class _Reader:
     open: OpenDataset
     settings: DatasetSettings
 
+    def _opened(self, name: str, path: str, part: tuple[float, float]) -> Dataset:
+        try:
+            return self.open(_source(name, path, part), self.settings)
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            what = error.filename or path
+            raise UserError(
+                f"the data {what} cannot be read: {error.strerror}; let this user read it, or copy it again to a "
+                "disk that works"
+            ) from error
+
     def blend(self, paths: Sequence[str], *, name: str, part: tuple[float, float] = WHOLE) -> Dataset:
         """Several files by weight; without weights in proportion to their samples."""
         pairs = [(weight, path) for weight, path in parse_blend(paths) if weight != 0]
-        members = [self.open(_source(name, path, part), self.settings) for _, path in pairs]
+        members = [self._opened(name, path, part) for _, path in pairs]
         if len(members) == 1:
             return members[0]
         if isinstance(members[0], MixingDataset):
@@ -98,9 +112,7 @@ class _Reader:
         paths = [path for _, path in parse_blend(paths)]
         names = [Path(split_part(path)[0]).name for path in paths]
         names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
-        return {
-            name: self.open(_source(name, path, part), self.settings) for name, path in zip(names, paths, strict=True)
-        }
+        return {name: self._opened(name, path, part) for name, path in zip(names, paths, strict=True)}
 
     def valid(self, paths: Sequence[str], *, multiple: bool, part: tuple[float, float] = WHOLE) -> dict[str, Dataset]:
         """One set called "validation", or one for each file."""

@@ -4,7 +4,6 @@ A worker is sent the function that builds the tokenizer, not the tokenizer: what
 fit into a pipe that no process reads yet. A larger message would block the parent for ever if the worker dies before.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from megatronish.config.plugins import naming_plugins
 from megatronish.core.errors import RunError
+from megatronish.core.foreign import json_value
 from megatronish.data.readers import Batch
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -92,7 +92,7 @@ def encode_batch(batch: Batch, job: EncodingJob, tokenizer: Encoder) -> Encoded:
 
 def read_line(line: bytes, json_keys: Sequence[str]) -> list[str]:
     """The texts under `json_keys` of a JSON line; ValueError if it has none. `meta.body` is a key inside of `meta`."""
-    record = json.loads(line.decode("utf-8-sig"))
+    record = json_value(line.decode("utf-8-sig"))
     if not isinstance(record, dict):
         raise ValueError(f"a line must be a JSON object, not {type(record).__name__}")
     texts = []

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatronish.core.errors import RunError, UserError
-from megatronish.core.files import AtomicFile
+from megatronish.core.files import AtomicFile, remedy_of_writing
 from megatronish.data.mapped import MappedArray
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -282,4 +282,5 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; free space first") from error
+        remedy = remedy_of_writing(error, Path(path).parent)
+        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; {remedy} first") from error

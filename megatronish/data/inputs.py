@@ -94,6 +94,7 @@ def _is_json(line: str) -> bool:
 PLAIN_ENDINGS = (".jsonl", ".json", ".ndjson")
 PARQUET_MAGIC = b"PAR1"
 HEAD_BYTES = 512
+PACKED_BYTES = 1 << 11  # of Zstandard, unpacked at a time: a block of 4 bytes may become 128 KiB
 MAX_LISTED = 10
 BOM = b"\xef\xbb\xbf"
 
@@ -279,7 +280,7 @@ class _ZstandardFrames(io.RawIOBase):
     def __init__(self, raw: BinaryIO, library: Any) -> None:
         self._raw = raw
         self._library = library
-        self._rest = b""  # decompressed, and not yet read
+        self._rest = memoryview(b"")  # decompressed, and not yet read
         self._packed = b""  # of the next frame
         self._frame: Any = None
 
@@ -288,7 +289,7 @@ class _ZstandardFrames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._rest:
-            packed = self._packed or self._raw.read(1 << 17)
+            packed = self._packed or self._raw.read(PACKED_BYTES)
             self._packed = b""
             if not packed:
                 if self._frame is not None:
@@ -297,7 +298,7 @@ class _ZstandardFrames(io.RawIOBase):
             if self._frame is None:
                 decompressor = self._library.ZstdDecompressor(max_window_size=1 << 31)
                 self._frame = decompressor.decompressobj()
-            self._rest = self._frame.decompress(packed)
+            self._rest = memoryview(self._frame.decompress(packed))
             if self._frame.eof:
                 self._packed, self._frame = self._frame.unused_data, None
         count = min(len(buffer), len(self._rest))

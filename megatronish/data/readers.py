@@ -15,7 +15,7 @@ from megatronish.core.errors import UserError
 from megatronish.data.inputs import BOM, HEAD_BYTES, OpenInput, is_parquet, open_input, optional_library, unpacking
 
 BATCH_BYTES = 1 << 18
-BATCH_ROWS = 256
+BATCH_ROWS, ROWS_AT_ONCE = 256, 16
 LONGEST_LINE = 1 << 28  # bytes
 LONGEST_ELEMENT = 1 << 28  # characters of an element of a JSON array
 
@@ -64,6 +64,9 @@ def _lines(path: Path, file: OpenInput) -> Iterator[Batch]:
                     f"--input {path}: line {line} has more than {LONGEST_LINE:,} bytes, more than any document; write "
                     "one object a line"
                 )
+            continue
+        if not begun and not head.strip():  # no line of it has a document
+            line, begun = line + head.count(b"\n") + 1, bytearray(rest)
             continue
         lines = bytes(begun + head).split(b"\n")
         yield Batch(str(path), line, lines, file.raw.tell() - position)
@@ -172,10 +175,17 @@ def _rows(path: Path, json_keys: Sequence[str]) -> Iterator[Batch]:
                     f"--input {path} has no column {missing[0]}; --json-keys names one or more of {', '.join(names)}"
                 )
             num_rows, size = max(file.metadata.num_rows, 1), path.stat().st_size
-            for table in file.iter_batches(batch_size=BATCH_ROWS, columns=sorted(columns)):
-                lines = [_as_line(record) for record in table.to_pylist()]
+            lines, length = list[bytes](), 0
+            # A value that is there once may be that of many rows: few of them are unpacked at a time.
+            for table in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=sorted(columns)):
+                for record in table.to_pylist():
+                    lines.append(_as_line(record))
+                    length += len(lines[-1])
+                    if length >= BATCH_BYTES or len(lines) == BATCH_ROWS:
+                        yield Batch(str(path), row, lines, size * len(lines) // num_rows)
+                        row, lines, length = row + len(lines), [], 0
+            if lines:
                 yield Batch(str(path), row, lines, size * len(lines) // num_rows)
-                row += len(lines)
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"--input {path} cannot be read after row {row - 1}: {error}; copy it again") from error
 

@@ -59,6 +59,7 @@ STOPPED_LOOKS = 10  # in a row, at which one of them is stopped: nobody is left 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of them, those after which no run begins again
 REASONS: dict[int, str] = {
     signal.SIGKILL: " (by hand, or because memory ran out)",
+    signal.SIGABRT: " (a library of C++ has given up: its last words are in the log of the rank)",
     signal.SIGBUS: (
         " (a file that it reads was cut short, of --data-path or its cache; or /dev/shm or the temporary directory is "
         "full: look at df; or a disk failed)"
@@ -67,6 +68,7 @@ REASONS: dict[int, str] = {
 LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL for ranks that are in the way
 HANG_LEAVE_SECONDS = 0.3  # the same where the run hangs: what could react has left by itself
 KILL_SECONDS = 0.5  # for a process to end after SIGKILL; one that waits for a disk does not
+JOIN_SECONDS = 0.01  # between two looks at ranks that end
 STUCK_SECONDS = 300.0  # for a disk, before a restart
 
 
@@ -365,9 +367,10 @@ def _end(ranks: Sequence[LocalRank]) -> tuple[LocalRank, ...]:
 
 
 def _join(ranks: Sequence[LocalRank], seconds: float) -> None:
+    """Wait for ranks. Not by `join`: a process may have closed its sentinel, and wait for a disk before it ends."""
     deadline = time.monotonic() + seconds
-    for rank in ranks:
-        rank.process.join(max(0.0, deadline - time.monotonic()))
+    while any(rank.process.exitcode is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(JOIN_SECONDS)
 
 
 def _ended_later(stuck: Sequence[LocalRank], *, waits: bool) -> bool:

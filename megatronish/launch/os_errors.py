@@ -7,16 +7,16 @@ import contextlib
 import errno
 import os
 import resource
+from pathlib import Path
 from typing import Final
 
 from megatronish.core.errors import UserError
+from megatronish.core.files import remedy_of_writing
 
 FEWEST_FILES = 128
 """Descriptors of a rank: 64 suffice for four ranks with pipes, sockets and data."""
 
 REMEDIES: Final = {
-    errno.ENOSPC: "free space there, and start again: a run continues from its newest checkpoint",
-    errno.EDQUOT: "free space there or ask for a larger quota, and start again",
     errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
     errno.ENFILE: "the machine has too many open files; end other programs",
     errno.ENAMETOOLONG: "use a shorter path",
@@ -31,15 +31,25 @@ REMEDIES: Final = {
     errno.EAGAIN: "the machine lets this user start no more processes or threads: raise ulimit -u",
     errno.ENOMEM: "the machine's memory is full; see the next start's first lines for what a rank needs",
 }
+OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+OF_USER = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+)
+"""What another start would meet again, until the user corrects it. A file that is missing may only be late."""
 MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
 IN_LIBRARIES: Final = {
     errno.EMFILE: ("Too many open files",),
-    errno.EAGAIN: ("can't start new thread", "Resource temporarily unavailable", "pthread_create"),
+    errno.EAGAIN: (
+        "can't start new thread",
+        "unable to start watchdog thread",
+        "Resource temporarily unavailable",
+        "pthread_create",
+    ),
 }
 """What C++ and Python say in a RuntimeError where the system has refused something."""
 LOST_RANK = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
-    *("Socket Timeout", "remote process exited", "pair closure", "closed connection"),
+    *("Socket Timeout", "remote process exited", "pair closure", "closed connection", "Connection was likely closed"),
 )
 """What gloo and NCCL say where a rank on the other side has ended."""
 TOO_LARGE = (
@@ -62,9 +72,14 @@ def refuse_few_open_files() -> None:
 
 def mishap(error: BaseException) -> str | None:
     """One sentence for a mishap of the machine; None for what may be a bug."""
-    if isinstance(error, OSError) and error.errno in REMEDIES:
+    if isinstance(error, OSError) and (error.errno in REMEDIES or error.errno in OF_WRITING):
         name = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
-        return f"{name}{error.strerror or errno.errorcode[error.errno]}; {REMEDIES[error.errno]}"
+        if error.errno in OF_WRITING:
+            place = Path(os.fsdecode(error.filename)).parent if isinstance(error.filename, str | bytes) else None
+            remedy = f"{remedy_of_writing(error, place)}, and start again: a run continues from its newest checkpoint"
+        else:
+            remedy = REMEDIES[error.errno]
+        return f"{name}{error.strerror or errno.errorcode[error.errno]}; {remedy}"
     reason = str(error).partition("\n")[0]
     if isinstance(error, RuntimeError):
         for number, words in IN_LIBRARIES.items():
@@ -73,6 +88,11 @@ def mishap(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in reason for each in MEMORY)):
         return TOO_LARGE.format(reason=reason.rpartition("] ")[2][:200] or "no reason was given")
     return None
+
+
+def status_of(error: BaseException) -> int:
+    """Exit status of a mishap: 2 for what another start would meet again, else 1."""
+    return 2 if isinstance(error, OSError) and error.errno in OF_USER else 1
 
 
 def is_lost_rank(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from megatronish.config.plugins import naming_plugins
 from megatronish.core.errors import RunError, UserError, WholeRunError, without_passwords
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.guard import own_guard
-from megatronish.launch.os_errors import mishap
+from megatronish.launch.os_errors import mishap, status_of
 from megatronish.launch.patience import within
 from megatronish.launch.place import Place
 from megatronish.launch.terminal import patient, say, say_at_once
@@ -86,8 +86,8 @@ def run_here(
     """Be the rank at `place` in this very process, under torchrun, srun or alone; the exit status.
 
     Where there are peers, a failed rank speaks after a second and then leaves at once. What makes its peers fail is
-    that it is gone; by the time it was their turn to speak, torchrun has ended them. Rank 0 goes first, so that a
-    mistake which every rank has noticed is reported once.
+    that it is gone; by the time it was their turn to speak, torchrun has ended those of its machine. Rank 0 goes first,
+    so that a mistake which every rank has noticed is reported once.
     """
     terminal = os.dup(2)  # of a rank with a log of its own, 2 is that log meanwhile
     place = replace(place, leave=partial(_leave, terminal), guarded=partial(own_guard, terminal))
@@ -95,9 +95,7 @@ def run_here(
         ending = run_rank(function, place, log_dir, patience=patience)
     os.close(terminal)
     if place.world_size > 1 and ending.status != 0:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(1.0 if place.rank == 0 else 1.5)
+        _wait_to_speak(place)
     if ending.message:
         line = ending.message
         if not ending.is_of_run:
@@ -108,6 +106,19 @@ def run_here(
         sys.stdout.flush()
         os._exit(ending.status)  # leaving in good order could wait for the peers
     return ending.status
+
+
+def _wait_to_speak(place: Place) -> None:
+    """Wait a second. SIGTERM of an agent ends a rank then, as another rank of this machine has spoken.
+
+    Where there are several machines, what failed may have been on another one, and its agent with it: then no one
+    speaks here, and the first rank of the machine does so before it goes.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        is_speaker = place.local_rank == 0 and not place.is_on_one_machine
+        signal.signal(signal.SIGTERM, (lambda *_: asked.set()) if is_speaker else signal.SIG_DFL)
+    asked.wait(1.0 if place.rank == 0 else 1.5)
 
 
 def _leave(terminal: int, report: str, is_reporter: bool) -> None:
@@ -154,7 +165,8 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0, f"sys.exit({error.code}) was called" if error.code else None
         return 1, str(error.code)
-    return 1, without_passwords(mishap(error) or "".join(traceback.format_exception(error)).rstrip())
+    told = mishap(error) or "".join(traceback.format_exception(error)).rstrip()
+    return status_of(error), without_passwords(told)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatronish.launch.patience import within
+from megatronish.launch.patience import apart
 from megatronish.launch.terminal import say
 
 GOOD_STEPS = 10  # beyond the step of the failure before, after which restarts are counted from zero
@@ -49,7 +49,7 @@ class Restarts:
         self.sentence = sentence
         if self.most == 0 or status != 1 or not sentence:  # a planned stop may have any status, and says nothing
             return False
-        seen = within(DISK_SECONDS, self._look, otherwise=None)
+        seen = apart(DISK_SECONDS, self._look, otherwise=None)
         if seen is None:
             say(f"no restart: the disk of {self.folder} does not answer; start again when it does")
             return False

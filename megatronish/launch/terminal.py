@@ -126,7 +126,11 @@ def patient(*streams: TextIO) -> Iterator[list[TextIO]]:
             found.append(stream)
             continue
         identity = status.st_dev, status.st_ino  # of one terminal, lines of both streams keep their order
-        writer = writers.get(identity) or writers.setdefault(identity, Writer(os.dup(descriptor)))
+        try:
+            writer = writers.get(identity) or writers.setdefault(identity, Writer(os.dup(descriptor)))
+        except RuntimeError:  # the machine lets this user start no more threads
+            found.append(stream)
+            continue
         found.append(cast(TextIO, Terminal(stream, writer)))
     try:
         yield found

@@ -102,8 +102,8 @@ def _try(kind: str, data: Any, files: Sequence[Path], size: int) -> None:
             f"--tokenizer-model {files[0]} cannot be used: loading it, or writing a short text with it, {error}; fetch "
             "it again, or name another tokenizer"
         ) from error
-    except ValueError:  # a sentence, which the caller's own try meets as well
-        pass
+    except ValueError as error:  # a sentence of its reader. Here the same file may do worse than raise: it is not read
+        raise UserError(str(error)) from None
     finally:
         child.close()
 

@@ -24,6 +24,7 @@ from megatronish.config.model_source import function_of
 from megatronish.config.plugins import module_name
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
+from megatronish.core.files import naming
 from megatronish.core.foreign import shown
 
 # Fields outside [model] that a run and its continuation must share. All other fields may differ.
@@ -48,7 +49,7 @@ NAMES_OF_DATA = (
 )
 FILES = (
     ".lock",
-    "config.toml",
+    *("config.toml", "config.new"),
     "metrics.jsonl",
     "evaluations.jsonl",
     "experts.jsonl",
@@ -98,9 +99,9 @@ def locked(folder: Path, *, flag: str) -> Iterator[None]:
             raise UserError(
                 f"{flag} {folder} is in use by {_holder(file)}; wait for that run or end it, or choose another {flag}"
             ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
+        with naming(folder / ".lock"):
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {os.uname().nodename}".encode())
         yield
 
 

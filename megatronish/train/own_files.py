@@ -19,7 +19,7 @@ from megatronish.config.fields import with_fields
 from megatronish.config.portable import TOKENIZER, relative_to_itself
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import RunError, UserError
-from megatronish.core.files import AtomicFile
+from megatronish.core.files import AtomicFile, write_quickly
 from megatronish.formats.tokenizer_files import read_files_of
 
 TEMPLATE = "chat_template.jinja"
@@ -62,9 +62,8 @@ class OwnFiles(NamedTuple):
             for name, source in self.files.items():
                 _copy(source, place / name)
         here = {name.partition(".")[2]: str(config.run_dir / path) for name, path in self.fields.items()}
-        (config.run_dir / "config.toml").write_text(
-            to_toml(relative_to_itself(with_fields(config, **here), config.run_dir))
-        )
+        written = relative_to_itself(with_fields(config, **here), config.run_dir)
+        write_quickly(config.run_dir / "config.toml", to_toml(written))
 
 
 def places_of(config: Config) -> list[Path]:

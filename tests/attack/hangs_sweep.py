@@ -75,8 +75,8 @@ SWEEP = [
     Hang("keeping_the_lock", "", 0, r"native code may keep Python's lock.*Its stack", status=-signal.SIGKILL),
     Hang("keeping_the_lock", "--max-restarts 1", 0, r"native code may keep Python's lock.*Its stack"),
     Hang("keeping_the_lock", "--tp 2", 0, r"native code may keep Python's lock.*Its stack"),
-    Hang("frozen_disk", "--dp 2", 0, r"has not entered"),
-    Hang("frozen_disk", "--tp 2 --pp 2", 0, r"has not entered"),
+    Hang("frozen_disk", "--dp 2", 0, ENTERED + r"in the hook \w+ of step \d+\. Its stack"),
+    Hang("frozen_disk", "--tp 2 --pp 2", 0, ENTERED + r"in the hook \w+ of step \d+\. Its stack"),
     Hang("leaving_early", "--dp 2", 1, r"failed: it ended with status 0 before the run had finished"),
     Hang("leaving_early", "--tp 2 --pp 2", 2, r"failed: it ended with status 0 before the run had finished"),
 ]
@@ -133,12 +133,11 @@ def run_on_frozen_disk(hang: Hang) -> tuple[float, str, int]:
         argv = tiny(run, f"{hang.layout} --hang-seconds {LIMIT} --train-iters 100000 --save-interval 12 {hang.flags}")
         with started(argv, Path(folder)) as job:
             wait_until(lambda: last_step(run / "metrics.jsonl") > 8, timeout=SECONDS)
-            disk.freeze()
-            began = time.monotonic()
-            wait_until(lambda: "cannot be ended" in job.errors, timeout=SECONDS)
-            seconds, errors = time.monotonic() - began, job.errors
-            status = job.wait()
-            disk.thaw()
+            with disk.frozen():
+                began = time.monotonic()
+                wait_until(lambda: "cannot be ended" in job.errors, timeout=SECONDS)
+                seconds, errors = time.monotonic() - began, job.errors
+                status = job.wait()
             return seconds, errors, status
 
 

@@ -97,7 +97,11 @@ def pickles(good: Good, folder: Path, numbers: random.Random) -> Input:
     storage = torch.UntypedStorage(8)
     shape, strides, offset = numbers.choice(((odd, (1,), 0), ((2,), odd, 0), ((2,), (1,), odd)))
     tensor = _Named(_rebuild_tensor_v2, storage, offset, shape, strides, False, {})
-    content = {"args": argparse.Namespace(**args), "model": {"decoder.layers.0.a": tensor}, "checkpoint_version": odd}
+    content = {
+        "args": argparse.Namespace(**args),
+        "model": {"decoder.layers.0.a": tensor},
+        "checkpoint_version": odd if numbers.random() < 0.1 else 3.0,
+    }
     path = folder / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
     path.parent.mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("1")

@@ -12,7 +12,7 @@ from changes import BYTES, LETTERS, ODD_WORDS, any_change, forbid
 from chat_formats import chatml
 from chat_models import write_adapter, write_chat_model
 from chat_tokenizers import said, write_lines
-from forked import Command
+from forked import Command, Ended
 from jobs import tiny, train_on_ranks, write_tokens
 from paths import ROOT
 from saved_runs import sealed
@@ -27,13 +27,15 @@ from megatronish.config.fields import FIELDS
 class Input:
     """A malformed input: what it is, and the command that reads it. `must_fail`: it is damaged beyond doubt.
 
-    `is_silent`: it may be a rank other than the first, which leaves the sentence to that one.
+    `is_silent`: it may be a rank other than the first, which leaves the sentence to that one. `check`: what is wrong
+    with how the command ended, beyond what is wrong for all.
     """
 
     what: str
     command: Command
     must_fail: bool = False
     is_silent: bool = False
+    check: Callable[[Ended], str] | None = None
 
 
 @dataclass(frozen=True)

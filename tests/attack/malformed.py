@@ -20,12 +20,14 @@ from pathlib import Path
 import inputs
 from forked import Child, Ended, import_all
 from hostile import HOSTILE
+from hostile_files import CANARY, HOSTILE_FILES, PASSWORD
 from inputs import Good, Input
 from results import Result, publish
 
 from megatronish.train.folder import last_step
 
-KINDS = {**inputs.KINDS, **HOSTILE}
+ALL_HOSTILE = {**HOSTILE, **HOSTILE_FILES}
+KINDS = {**inputs.KINDS, **ALL_HOSTILE}
 LIMIT = 20.0
 CHILDREN = 2  # at a time
 RAW = re.compile(
@@ -38,10 +40,16 @@ RAW = re.compile(
 
 def verdict(kind: str, case: Input, ended: Ended, logs: str) -> str:
     """Empty if the input ended as it should, else what is wrong."""
+    if (case.command.folder / CANARY).exists():
+        return "CODE ran"
+    if PASSWORD in ended.errors + ended.output + logs + written(case.command.folder / "run"):
+        return "PASSWORD shown"
+    if case.check is not None and (wrong := case.check(ended)):
+        return wrong
     if ended.status is None:
         # A changed number can make a sound run a long one.
         return "" if last_step(case.command.folder / "run" / "metrics.jsonl") > 3 else "HANG"
-    if ended.status < 0 or ended.status > 2 or (ended.status == 1 and kind in HOSTILE):
+    if ended.status < 0 or ended.status > 2 or (ended.status == 1 and kind in ALL_HOSTILE):
         return f"STATUS {ended.status}"
     if match := RAW.search(ended.errors + ended.output + logs):
         return "TRACEBACK" if match[0].startswith("Traceback") else f"RAW {match[0]!r}"
@@ -51,20 +59,28 @@ def verdict(kind: str, case: Input, ended: Ended, logs: str) -> str:
     return "" if len(said.split()) >= 4 or (case.is_silent and not said) else "NO SENTENCE"
 
 
+def written(run: Path) -> str:
+    """Texts in a run folder that describe the run."""
+    files = [path for end in ("*.toml", "*.json", "*.jsonl", "*.txt") for path in run.rglob(end) if path.is_file()]
+    return "".join(path.read_bytes()[: 1 << 20].decode(errors="replace") for path in files if not path.is_symlink())
+
+
 def main() -> int:
     """Run as many inputs as asked for, kind after kind; 1 if one ended wrongly."""
     parser = argparse.ArgumentParser(description="malformed inputs")
     parser.add_argument("--inputs", type=int, default=1000)
+    parser.add_argument("--each", type=int, help="so many inputs of each kind, in the place of --inputs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0, help="no input after that")
     parser.add_argument("--show", action="store_true", help="print what every input said")
     parser.add_argument("--only", type=int, help="the input of this number alone")
-    parser.add_argument("--hostile", action="store_true", help="the kinds of hostile.py alone")
+    parser.add_argument("--hostile", action="store_true", help="the kinds of hostile.py and hostile_files.py alone")
     parser.add_argument("kinds", nargs="*", help=f"of {', '.join(KINDS)}")
     args = parser.parse_args()
-    wanted = args.kinds or (HOSTILE if args.hostile else inputs.KINDS)
+    wanted = args.kinds or (ALL_HOSTILE if args.hostile else inputs.KINDS)
     kinds = [kind for kind in KINDS if kind in wanted]
-    until, numbers = time.monotonic() + 60 * args.minutes, range(args.inputs)
+    until = time.monotonic() + 60 * args.minutes
+    numbers = range(args.inputs if args.each is None else args.each * len(kinds))
     counts = {kind: Counter[str]() for kind in kinds}
     print(f"seed {args.seed}; an input is made again with --seed {args.seed} --only NUMBER KIND ...")
     with tempfile.TemporaryDirectory(prefix="malformed-") as name:

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -241,6 +242,21 @@ def saved(found: Any) -> bytes:
     return stream.getvalue()
 
 
+def packed(data: bytes, *, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A file of torch.save with this pickle."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as archive:
+        for name, record in {"data.pkl": data, "version": b"3\n", "byteorder": b"little"}.items():
+            archive.writestr(f"archive/{name}", record)
+    return stream.getvalue()
+
+
+def test_metadata_that_would_end_the_process_are_refused(checkpoint: Path) -> None:
+    bomb = b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"K\x01s."
+    sealed(checkpoint, lambda folder: (folder / ".metadata").write_bytes(bomb))
+    refused(checkpoint, r"\.metadata cannot be read \(it has tuples inside of tuples")
+
+
 def test_a_stored_tensor_that_calls_a_function_is_refused(checkpoint: Path) -> None:
     told = "what __0_0.distcp holds of model.weight is no tensor"
     for item in (
@@ -256,6 +272,9 @@ def test_a_stored_tensor_that_calls_a_function_is_refused(checkpoint: Path) -> N
         saved(torch.nested.nested_tensor([torch.ones(64)])),
         b"\0" * 100,
         b"x",
+        packed(b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"K\x01s."),
+        packed(b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s."),
+        packed(pickle.dumps([1] * 100), compression=zipfile.ZIP_DEFLATED),
     ):
         forge(checkpoint, item=item)
         refused(checkpoint, told)
@@ -269,6 +288,10 @@ STATES = {
     "nothing": "",
     "too deep": "[" * 100_000,
     "no number": '{"step": ',
+    "no config": '{"step": 1, "config": []}',
+    "no section": '{"step": 1, "config": {"model": "../../etc/passwd"}}',
+    "no copies": '{"step": 1, "copies": {"data.tokenizer_model": 3}}',
+    "no vocabulary": '{"step": 1, "vocab_size": "x"}',
 }
 
 
@@ -311,6 +334,9 @@ def test_a_run_refuses_what_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
     forgeries: dict[str, Callable[[Path], object]] = {
         "state.json lacks config, vocab_size": lambda folder: (folder / "state.json").write_text("{}"),
         "state.json is not that of a run": lambda folder: (folder / "state.json").write_text(
+            json.dumps(state | {"consumed_samples": "1"})
+        ),
+        "state.json is not one of ours: what it says of step": lambda folder: (folder / "state.json").write_text(
             json.dumps(state | {"step": "1"})
         ),
         ".metadata cannot be read (it names posix.system": lambda folder: (folder / ".metadata").write_bytes(
@@ -344,7 +370,7 @@ def test_a_run_refuses_what_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
     ):
         forged = json.dumps(state | change)
         sealed(source, lambda folder, forged=forged: (folder / "state.json").write_text(forged))
-        with pytest.raises(DamagedError, match=r"state\.json is not that of a run"):
+        with pytest.raises(DamagedError, match=r"state\.json is not (that of a run|one of ours)"):
             read_run(source)
     sealed(source, lambda folder: (folder / "state.json").write_text(json.dumps(state)))
     assert read_run(source) == state

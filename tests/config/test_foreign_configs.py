@@ -23,8 +23,10 @@ from megatronish.config.data_lists import splits_of_file
 from megatronish.config.dump import to_toml, toml_value, write_toml
 from megatronish.config.fields import SECTIONS, with_fields
 from megatronish.config.model_source import refuse_unknown_block
+from megatronish.config.read import read_config
 from megatronish.core.errors import UserError
-from megatronish.core.foreign import MOST_VALUES, parse_json, parse_yaml, shown
+from megatronish.core.foreign import MOST_VALUES, parse_json, parse_toml, parse_yaml, shown
+from megatronish.estimate.planner.calibrate import calibrated
 from megatronish.estimate.planner.calibrate import to_toml as device_toml
 from megatronish.estimate.planner.devices import find_device, read_device
 from megatronish.estimate.planner.forecast_page import page
@@ -254,6 +256,55 @@ def test_json_that_is_too_deep_or_too_large_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"large.yml is not YAML: it has more than 65,536 bytes"):
         imported("axolotl", tmp_path / "large.yml")
     assert shown("a\nb" * 100, most=20) == r"a\nba\nba\nba\nba\nb..."[:17] + "..."
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a" + ".a" * 50_000 + " = 1", "line 1 has a key of more than 50 parts"),
+        ("x = 1\n[" + "a . " * 50_000 + "a]", "line 2 has a key of more than 50 parts"),
+        ("x = 1\n" + "'a'." * 50_000 + "a = 1", "line 2 has a key of more than 50 parts"),
+        ("a = " + "[" * 20_000, "too deep inside of each other"),
+        ("a = " + "{a = " * 20_000, "too deep inside of each other"),
+        ("a = " + "9" * 5000, "4300 digits"),
+        ("a = 0x" + "f" * 5000, "line 1 has a number of thousands of digits"),
+        ("#" + "x" * 2**22, "more than 4,194,304 characters"),
+    ],
+)
+def test_toml_that_is_too_deep_or_too_large_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    before = time.process_time()
+    with pytest.raises(ValueError, match=sentence):
+        parse_toml(text)
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        find_device(str(tmp_path / "mine.toml"))
+    with pytest.raises(UserError, match=sentence):
+        read_config(["--config", str(tmp_path / "mine.toml")])
+    assert time.process_time() - before < 4.0
+    assert parse_toml("a = 'one. two. three. ' # a.b.c\n[x.'y'.z]\nb.c = 1.5") == {
+        "a": "one. two. three. ",
+        "x": {"y": {"z": {"b": {"c": 1.5}}}},
+    }
+
+
+@pytest.mark.parametrize("section", ["", "[model]\n"])
+def test_a_config_of_thousands_of_unknown_keys_is_soon_refused(section: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(section + "\n".join(f"k{number} = 1" for number in range(20_000)))
+    before = time.process_time()
+    with pytest.raises(UserError, match=r"k7 (.|\n)*correct these first") as caught:
+        read_config(["--config", str(tmp_path / "mine.toml")])
+    assert time.process_time() - before < 8.0 and "k300" not in str(caught.value)
+
+
+def test_numbers_beyond_every_float_are_refused_by_the_planner(tmp_path: Path) -> None:
+    for name, number in (("memory_gib", "9" * 4000), ("sms", "-" + "9" * 4000)):
+        (tmp_path / "mine.toml").write_text(f'[mine]\nlike = "h100-sxm"\n{name} = {number}\n')
+        with pytest.raises(UserError, match=rf"{name}=-?999.* must be a number"):
+            find_device(str(tmp_path / "mine.toml"))
+    fit = {"accepted": True, "bandwidth_bytes_per_s": 10**4000, "alpha_s": 1, "ranks": 4, "nodes": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"collective": "all_reduce", "fit": fit}))
+    with pytest.raises(UserError, match=r"bandwidth_bytes_per_s=1000.* must be a number above 0"):
+        calibrated(find_device("h100-sxm"), [tmp_path / "rows.jsonl"])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -140,6 +141,31 @@ def test_parquet_gives_its_columns(tmp_path: Path) -> None:
         UserError, match=r"x\.parquet has no column txt; --json-keys names one or more of text, id, meta"
     ):
         texts_of(tmp_path / "x.parquet", "txt")
+
+
+def test_a_value_that_is_there_once_is_not_unpacked_for_many_rows_at_a_time(tmp_path: Path) -> None:
+    arrow, tables = parquet()
+    values = arrow.DictionaryArray.from_arrays(arrow.array([0] * 100, "int32"), arrow.array(["a" * 300_000]))
+    tables.write_table(arrow.table({"text": values}), tmp_path / "x.parquet")
+    batches = list(read_batches(tmp_path / "x.parquet", ["text"]))
+    assert [len(batch.lines) for batch in batches] == [1] * 100
+    assert [batch.first_line for batch in batches] == list(range(1, 101))
+
+
+def test_a_frame_of_zstandard_is_not_unpacked_at_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl.zst", zstd()(b'{"text": "' + b"a" * (300 << 20)))
+    before = time.process_time()
+    with pytest.raises(UserError, match=r"line 1 has more than 268,435,456 bytes"):
+        texts_of(path)
+    assert time.process_time() - before < 10.0
+
+
+def test_blank_lines_take_no_time_of_their_own(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", b"\n" * 3_000_000 + b" \n" + LINES)
+    batches = list(read_batches(path, ["text"]))
+    assert batches[0].first_line > 2_000_000
+    last = batches[-1]
+    assert last.first_line + len(last.lines) == 3_000_002 + len(TEXTS)
 
 
 def test_a_row_without_text_is_left_to_be_counted(tmp_path: Path) -> None:

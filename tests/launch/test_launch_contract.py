@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from ranks import wait_until
 
 from megatronish.checkpoint.attempts import whole_attempts
 from megatronish.checkpoint.remote import RemotePath
+from megatronish.core.errors import RunError
 from megatronish.engine.engine import Engine
+from megatronish.launch.place import Place
+from megatronish.launch.rank import run_here
 
 ENDLESS = "--train-iters 100000 --lr-decay-style constant"
 
@@ -48,7 +52,8 @@ def test_the_exit_status_says_whether_another_start_will_help(tmp_path: Path) ->
     argv = tiny(tmp_path / "run", "--tp 2 --train-iters 4 --save-interval 1")
     failed = run_job(argv, tmp_path, plant=fail_at, plant_args=(3,))
     assert failed.status == 1 and "broken" in failed.errors  # retry
-    assert last_word(tmp_path / "run") == (2, "failed: broken")
+    step, phase = last_word(tmp_path / "run")
+    assert step == 2 and re.fullmatch("failed: rank [01] failed: ArithmeticError: broken", phase), phase
     wrong = run_job([*argv, "--load", "/nowhere"], tmp_path)
     assert wrong.status == 0, wrong  # the run has begun: its own checkpoints come first
     again = run_job(argv, tmp_path)
@@ -56,6 +61,40 @@ def test_the_exit_status_says_whether_another_start_will_help(tmp_path: Path) ->
     assert last_word(tmp_path / "run") == (4, "finished")
     never = run_job(tiny(tmp_path / "other", "--load /nowhere --tp 2"), tmp_path)
     assert never.status == 2 and "holds no checkpoint" in never.errors  # never
+    step, phase = last_word(tmp_path / "other")
+    assert step == 0 and re.match("failed: .*/nowhere holds no checkpoint", phase)
+
+
+def test_a_rank_that_is_killed_is_the_last_word_of_its_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with started(tiny(run_dir, f"--dp 2 {ENDLESS}"), tmp_path) as job:
+        assert wait_until(lambda: has_steps(run_dir), timeout=SECONDS)
+        os.kill(json.loads((run_dir / "health.json").read_text())["pid"], signal.SIGKILL)
+        assert job.wait() == 1, job.told
+    step, phase = last_word(run_dir)
+    assert step > 0 and phase.startswith("failed: rank 0 failed: killed by SIGKILL"), phase
+
+
+def failing_rank(argv: list[str]) -> int:
+    """Main function of a job: a rank that fails, on one of two machines."""
+
+    def fail(_place: Place) -> int:
+        Path(argv[0]).touch()
+        raise RunError("the other machine has ended")
+
+    local_rank = int(argv[1])
+    return run_here(fail, Place(local_rank, 4, local_rank, 2), None)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_the_first_rank_of_a_machine_speaks_before_its_agent_ends_it(tmp_path: Path, local_rank: int) -> None:
+    with started([str(tmp_path / "failing"), str(local_rank)], tmp_path, main=failing_rank) as job:
+        assert wait_until((tmp_path / "failing").exists, timeout=SECONDS)
+        time.sleep(0.2)
+        job.signal(signal.SIGTERM)  # of an agent that has lost its store, or another rank
+        status = job.wait()
+    said = (1, "rank 0 failed: the other machine has ended\n")
+    assert (status, job.errors) == (said if local_rank == 0 else (-signal.SIGTERM, ""))
 
 
 @pytest.mark.parametrize(("flags", "status"), [("--tp 2", 0), ("--tp 2 --exit-status-if-stopped 143", 143)])

@@ -68,6 +68,7 @@ BROKEN = [
     '{"schedule": "1f1b", "stages": [[["F", -1, 0, 1, 2]]]}',
     '{"schedule": "1f1b", "stages": [[["F", 0, 0.5, 1, 2]]]}',
     '{"schedule": "1f1b", "stages": [[["F", 0, 0, 2, 1]]]}',
+    '{"schedule": "1f1b", "stages": [[["F", 0, 0, 1, ' + "9" * 4000 + "]]]}",
     '{"schedule": "1f1b", "stages": [[["F", 0, 0, "now", 1]]]}',
     '{"schedule": "1f1b", "stages": [[[["F"], 0, 0, 0, 1]]]}',
 ]

@@ -16,18 +16,15 @@ class FrozenDisk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._is_frozen = False
 
-    def freeze(self) -> None:
-        """From now on nothing that is written gets an answer."""
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Nothing that is written gets an answer, until the end of the context."""
         _run("fsfreeze", "--freeze", str(self.folder))
-        self._is_frozen = True
-
-    def thaw(self) -> None:
-        """Answer all."""
-        if self._is_frozen:
+        try:
+            yield
+        finally:
             _run("fsfreeze", "--unfreeze", str(self.folder))
-            self._is_frozen = False
 
 
 @contextlib.contextmanager
@@ -46,7 +43,6 @@ def disk_that_freezes(folder: Path) -> Iterator[FrozenDisk]:
     try:
         yield disk
     finally:
-        disk.thaw()
         subprocess.run(["umount", "--lazy", str(mounted)], capture_output=True, check=False)
         image.unlink()
 

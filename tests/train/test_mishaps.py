@@ -2,13 +2,17 @@
 
 import errno
 import os
+import resource
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import call_main, run_job, tiny
+from jobs import call_main, run_job, tiny, write_tokens
 
 from megatronish.commands.generate import read_prompts
 from megatronish.commands.import_config import import_config
@@ -16,14 +20,17 @@ from megatronish.config.dump import section_of
 from megatronish.config.sections.data import DataConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError, WholeRunError
+from megatronish.core.files import naming
 from megatronish.data.chat.setup import read_template
 from megatronish.formats.hf.config_json import read_json
 from megatronish.formats.peft import config as peft
 from megatronish.formats.safetensors import read_file
 from megatronish.launch.os_errors import is_lost_rank, mishap
+from megatronish.launch.patience import apart, within
 from megatronish.launch.place import Place
 from megatronish.launch.rank import run_rank
 from megatronish.launch.slurm import expand_hosts
+from megatronish.launch.terminal import patient
 from megatronish.parallel.schedules.recorded import Recorded
 from megatronish.tokenizer.tokenizer import build_tokenizer
 from megatronish.train.folder import make_writable
@@ -168,6 +175,76 @@ def test_mishaps_have_remedies_and_bugs_keep_their_tracebacks() -> None:
     assert mishap(MemoryError()) is not None
     assert mishap(RuntimeError("shapes differ")) is None
     assert mishap(FileNotFoundError(errno.ENOENT, "none", "x")) is None
+
+
+def with_small_files(num_bytes: int) -> None:
+    """Planted in a job: no file of it can be larger, as by `ulimit -f`; Python would keep bytecode that is cut."""
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def test_the_first_file_beyond_a_limit_of_sizes_is_named_with_the_limit(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = run_job(tiny(run), tmp_path, plant=with_small_files, plant_args=(700,))
+    assert ended.status == 1
+    assert ended.errors.endswith(
+        f"{run}/config.toml: File too large; raise the limit on the size of a file (ulimit -f unlimited), and start "
+        "again: a run continues from its newest checkpoint\n"
+    )
+    assert not list(run.glob("config.*"))
+
+
+def test_a_full_disk_is_told_with_the_first_file_that_has_no_room(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    with pytest.raises(OSError, match=r"No space left on device: '.*/config\.toml'") as caught, naming(path):
+        os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+    assert str(mishap(caught.value)).startswith(f"{path}: No space left on device; free space there, and start again")
+
+
+def test_a_file_system_without_inodes_has_a_remedy_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=found.f_files or 1, f_favail=0))
+    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))
+    assert "remove files there, because its file system can have no more of them (df -i), and" in str(mishap(full))
+
+
+def test_what_another_start_would_meet_again_has_status_2(tmp_path: Path) -> None:
+    def fail(_place: Place) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "/data/x")
+
+    ending = run_rank(fail, Place(0, 1, 0, 1), tmp_path)
+    assert ending.status == 2 and str(ending.message).startswith("/data/x: Permission denied; change its permissions")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_data_that_the_disk_does_not_give_are_told_with_status_2(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "x")
+    (tmp_path / "x.idx").unlink()
+    (tmp_path / "x.idx").symlink_to("/proc/self/mem")  # its first page cannot be read: EIO
+    ended = call_main(tiny(tmp_path / "run", "--tokenizer-type null", data=f"--data-path {prefix}"))
+    assert ended.status == 2, ended.errors
+    assert f"the data {prefix} cannot be read: Input/output error; let this user read it, or copy it" in ended.errors
+
+
+def without_threads(_thread: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_where_no_thread_can_be_started_its_work_is_done_without_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", without_threads)
+    assert within(1.0, lambda: 3, otherwise=0) == 3
+    with (tmp_path / "out").open("w") as out, patient(out) as (stream,):
+        stream.write("a line")
+    assert (tmp_path / "out").read_text() == "a line"
+    assert mishap(RuntimeError("unable to start watchdog thread")) == mishap(RuntimeError("can't start new thread"))
+
+
+def test_a_call_in_a_process_of_its_own_is_given_up() -> None:
+    assert apart(10.0, lambda: (3, [Path("x")]), otherwise=None) == (3, [Path("x")])
+    assert apart(10.0, lambda: 1 // 0, otherwise=7) == 7
+    assert apart(0.1, lambda: time.sleep(60), otherwise=7) == 7
 
 
 def test_a_collective_that_lost_its_rank_is_known_by_what_the_backend_says() -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import hangs
+import pytest
 from frozen_disk import disk_that_freezes
 from jobs import SECONDS, run_job, started, tiny
 from paths import ROOT
 from ranks import wait_until
+from stuck_writes import StuckWrites, can_trace
 
 from megatronish.train.folder import last_step
 
@@ -45,6 +47,8 @@ def test_a_rank_that_is_stopped_is_named_with_the_collective_that_it_lacks(tmp_p
     kept = json.loads((tmp_path / "run" / "logs" / "hang.json").read_text())
     assert kept["report"] == errors.strip()
     assert set(kept["ranks"]) == {"0", "1"}
+    health = json.loads((tmp_path / "run" / "health.json").read_text())
+    assert health["step"] == 8 and health["phase"].startswith("hangs: rank 1 (tp 1) has not entered"), health
 
 
 def test_a_rank_that_hangs_in_a_layer_is_named_with_its_stack(tmp_path: Path) -> None:
@@ -120,15 +124,33 @@ def test_a_disk_that_does_not_answer_is_told_before_its_ranks_can_end_and_then_t
         argv = tiny(run, f"{flags} --hang-seconds {LIMIT} --hang-seconds-start 60")
         with started(argv, tmp_path) as job:
             assert wait_until(lambda: last_step(run / "metrics.jsonl") > 12, timeout=SECONDS), job.told
-            disk.freeze()
-            since = time.monotonic()
-            assert wait_until(lambda: "the run hangs: rank " in job.errors, timeout=SECONDS)
-            assert time.monotonic() - since < LIMIT + 3.0, job.errors
-            assert wait_until(lambda: "cannot be ended as long as the disk" in job.errors), job.errors
-            disk.thaw()
+            with disk.frozen():
+                since = time.monotonic()
+                assert wait_until(lambda: "the run hangs: rank " in job.errors, timeout=SECONDS)
+                assert time.monotonic() - since < LIMIT + 3.0, job.errors
+                assert wait_until(lambda: "cannot be ended as long as the disk" in job.errors), job.errors
             assert wait_until(lambda: "restart 1 of 2, after step" in job.errors, timeout=SECONDS), job.errors
             job.signal(signal.SIGTERM)
             job.wait()
+
+
+@pytest.mark.skipif(not can_trace(), reason="needs to trace processes")
+def test_a_launcher_leaves_with_its_sentence_before_the_disk_answers(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    disk = StuckWrites(run)
+    argv = tiny(run, f"--dp 2 --train-iters 100000 --hang-seconds {LIMIT} --hang-seconds-start 60")
+    with started(argv, tmp_path, plant=disk.is_of) as job:
+        assert wait_until(lambda: last_step(run / "metrics.jsonl") > 5, timeout=SECONDS), job.told
+        disk.stop()
+        try:
+            since = time.monotonic()
+            assert wait_until(lambda: "the run hangs: rank " in job.errors, timeout=SECONDS)
+            assert time.monotonic() - since < LIMIT + 3.0, job.errors
+            assert job.wait() == 1
+            assert re.search(r"rank 0 \(process \d+\).* cannot be ended as long as the disk", job.errors), job.errors
+        finally:
+            disk.answer()
+        assert job.is_gone()
 
 
 def test_a_reader_that_stops_reading_ends_no_run(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Conversations: what a line of chat data is, whatever its format; and the checks that all formats share."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
+
+from megatronish.core.foreign import json_value
 
 Message = dict[str, Any]
 
@@ -98,7 +99,7 @@ def _call(number: int, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json_value(arguments or "{}")
         except ValueError as error:
             raise ValueError(f"message {number} has a tool call whose arguments are no JSON ({error})") from None
     if not isinstance(arguments, dict):
@@ -122,7 +123,7 @@ def _counts(number: int, message: Message) -> bool:
 def _tools(tools: Any) -> list[Any]:
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools) if tools.strip() else None
+            tools = json_value(tools) if tools.strip() else None
         except ValueError as error:
             raise ValueError(f"tools are no JSON ({error})") from None
     if tools is None:

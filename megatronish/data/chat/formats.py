@@ -4,11 +4,11 @@ A new format is a function and a line in `FORMATS`. A function raises ValueError
 for a line that is not of its format.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatronish.core.foreign import json_value
 from megatronish.data.chat.conversation import SAME_ROLE, Conversation, Message, PlainText, conversation_of
 from megatronish.data.chat.preferences import CompletionPair, LabelledCompletion, chosen_and_rejected, labelled
 
@@ -37,7 +37,7 @@ def _turn(number: int, turn: Any) -> Message:
     if turn["from"] != "function_call":
         return {"role": SAME_ROLE.get(turn["from"], turn["from"]), "content": turn["value"], **kept}
     try:
-        calls = json.loads(turn["value"])
+        calls = json_value(turn["value"])
     except (ValueError, TypeError) as error:
         raise ValueError(f"turn {number} is a function_call whose value is no JSON ({error})") from None
     return {"role": "assistant", "content": None, "tool_calls": calls if isinstance(calls, list) else [calls], **kept}
@@ -134,7 +134,7 @@ def format_of(record: Record) -> str:
 
 def read_record(line: bytes, *, format_name: str) -> tuple[str, ChatRecord]:
     """The format and the content of a line of JSON; `auto` recognises the format. ValueError for what is wrong."""
-    record = json.loads(line.decode("utf-8-sig"))
+    record = json_value(line.decode("utf-8-sig"))
     if not isinstance(record, dict):
         raise ValueError(f"a line must be a JSON object, not {type(record).__name__}")
     found = format_of(record) if format_name == "auto" else format_name

@@ -8,13 +8,14 @@ another device than the one that is calibrated is refused: by its name, and wher
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from math import isfinite, log2
+from math import log2
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from megatronish.config.dump import write_toml
 from megatronish.core.errors import UserError
+from megatronish.core.foreign import is_finite, read_text
 from megatronish.estimate.planner.device_names import device_of
 from megatronish.estimate.planner.devices import ABOVE_SHEET, LARGEST, WITHOUT_SHEET, Device, device_table
 
@@ -40,7 +41,7 @@ class Row(NamedTuple):
     ) -> float:
         """A number above 0, or from `least` on; UserError for anything else."""
         value: Any = values.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value <= most:
+        if isinstance(value, int | float) and is_finite(value) and value <= most:
             above = value > 0 if least is None else value >= least
             if above and (not whole or value == int(value)):
                 return float(value)
@@ -149,8 +150,8 @@ def to_toml(device: Device) -> str:
 
 def _rows(path: Path) -> Iterator[Row]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"--calibrate {path} cannot be read: {reason}; name files of measurements") from error
     for number, line in enumerate(lines, start=1):

@@ -6,11 +6,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from megatronish.core.errors import UserError
+from megatronish.core.foreign import is_finite, parse_toml, read_text
 
 TABLE = Path(__file__).with_name("devices.toml")
 ACHIEVABLE, RING = 0.8, 0.77
@@ -116,10 +116,10 @@ def find_device(given: str) -> Device:
 def read_device(path: Path) -> Device:
     """Device of a TOML file with one table; UserError if it cannot be read or lacks a number."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = parse_toml(read_text(path))
     except OSError as error:
         raise UserError(f"--device {path} cannot be read: {error.strerror}; name a device or a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, of its encoding, or of a number of thousands of digits
         raise UserError(f"--device {path} is not TOML: {error}; correct that line") from error
     rows = {name: row for name, row in tables.items() if isinstance(row, dict)}
     if len(rows) != 1:
@@ -177,8 +177,7 @@ def complaint_about(values: Mapping[str, Any]) -> str | None:
             if not isinstance(value, bool):
                 return f"{said} must be true or false; correct it"
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and isfinite(value) and 0 < value <= LARGEST):
+        if not (is_finite(value) and 0 < value <= LARGEST):
             return f"{said} must be a number above 0, and at most {LARGEST:g}; correct it"
         if key in WHOLE and value != int(value):
             return f"{said} must be a whole number; correct it"

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from megatronish.core.pickles import refuse_bombs, shape_of
+
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -158,7 +160,7 @@ def _first(first: Any, *_unused: object) -> Any:
 
 
 def _of_subclass(function: Any, _kind: object, args: Any, _state: object) -> Any:
-    if not isinstance(function, _Call):
+    if not isinstance(function, _Call) or not isinstance(args, tuple):
         raise Refused("a tensor is not made by torch")
     return function(*args)
 
@@ -169,7 +171,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("builtins", "frozenset"): frozenset,
     ("builtins", "set"): set,
     ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): _Call(shape_of),
     ("torch._tensor", "_rebuild_from_type_v2"): _Call(_of_subclass),
     ("torch._utils", "_rebuild_parameter"): _Call(_first),
     ("torch._utils", "_rebuild_parameter_with_state"): _Call(_first),
@@ -208,4 +210,5 @@ class _TorchFileUnpickler(pickle.Unpickler):
 
 def unpickle(data: bytes) -> Any:
     """Content of a pickle, with `Stored` for tensors. `Refused` for a forbidden name; damage may raise any error."""
+    refuse_bombs(data)
     return _TorchFileUnpickler(io.BytesIO(data)).load()

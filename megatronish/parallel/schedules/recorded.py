@@ -93,7 +93,7 @@ class Recorded:
             return cls(str(content["schedule"]), rows)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise UserError(
                 f"{path} is not a recorded step ({error}); megatronish pretrain writes one with --profile-schedule"
             ) from error

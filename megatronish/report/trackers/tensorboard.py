@@ -1,6 +1,6 @@
 """The TensorBoard tracker: points over steps and over samples, the config and the first lines as text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ class TensorBoard(Tracker):
         except ImportError as error:
             raise ModuleNotFoundError(f"tensorboard cannot be imported ({error}); pip install tensorboard") from error
 
+        _end_threads_silently()
         self._writer = SummaryWriter(str(self.folder), max_queue=self.queue_size, purge_step=run.first_step + 1)
-        _leave_errors_to_calls(self._writer)
         for tag, text in (("run", run.first_lines), ("config", run.config_text)):
             self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), run.first_step + 1)
         self._writer.flush()
@@ -52,8 +52,19 @@ class TensorBoard(Tracker):
         self._writer.close()
 
 
-def _leave_errors_to_calls(writer: Any) -> None:
-    """Let the thread of TensorBoard's writer end without a traceback: its next call raises the same error."""
-    with suppress(AttributeError):
-        thread = writer._get_file_writer().event_writer._async_writer._worker
-        thread._invoke_excepthook = lambda _thread: None
+def _end_threads_silently() -> None:
+    """Let the threads of TensorBoard's writers end without a traceback: their next call raises the same error."""
+    with suppress(ImportError, AttributeError):
+        from tensorboard.summary.writer import event_file_writer
+
+        kind = event_file_writer._AsyncWriterThread
+        if kind.run.__module__ != __name__:
+            kind.run = _without_errors(kind.run)
+
+
+def _without_errors(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    def run_silently(thread: Any) -> None:
+        with suppress(Exception):
+            run(thread)
+
+    return run_silently
