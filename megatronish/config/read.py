@@ -1,101 +1,34 @@
-"""Reading of a run's config: a TOML file, flags over it, derived fields, and all complaints together."""
+"""Reading of a run's config in three passes: parse, fill in, check; all complaints are printed together.
+
+1. `_parse`  texts of a TOML file, and of flags over it, to values of the fields that they set (settings.py,
+             flag_meaning.py, conflicts.py)
+2. `_fill`   what is not given: from the model that the run starts from (model_source.py), or derived (defaults.py)
+3. `_check`  of the whole: ranges, rules, files (check.py, rules/)
+"""
 
 import contextlib
 import dataclasses
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
 import tyro
 
+from megatronish.config.check import missing_files
 from megatronish.config.check import problems as broken_rules
 from megatronish.config.config import Config
 from megatronish.config.conflicts import merge, settle, with_passwords
-from megatronish.config.defaults import Derived, derive
+from megatronish.config.defaults import derive
 from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.flag_meaning import Setting, Settings
 from megatronish.config.hub import from_hub, hub_name
 from megatronish.config.model_source import ReadStart, Start, contradictions, implied_tokenizer, stretched
 from megatronish.config.plugins import import_plugins
-from megatronish.config.sections.data import DataConfig, parse_blend, split_part
 from megatronish.config.sections.experts import ExpertOptions
-from megatronish.config.settings import asks_for_mock_data, read_command_line, read_file
-from megatronish.config.shipped import HOW_TO_MAKE, config_path, of_other_framework, shipped_configs
+from megatronish.config.settings import CommandLine, asks_for_mock_data, read_command_line, read_file
+from megatronish.config.shipped import config_path, of_other_framework, shipped_configs
 from megatronish.core.errors import UserError
-
-# Check that the files which a config names exist. Their content is checked by their readers.
-
-
-LONGEST, LONGEST_NAME = 4000, 240
-"""Characters of a path and of a name in it: Linux takes 4096 and 255, and an ending comes after them."""
-
-
-def missing_files(data: DataConfig) -> list[str]:
-    """Complaints about data prefixes and tokenizer files that do not exist; none with --mock-data."""
-    if data.mock_data:
-        return []
-    return [*_missing_data(data), *_missing_tokenizer(data)]
-
-
-def _missing_data(data: DataConfig) -> Iterator[str]:
-    if data.dataset_type != "pretrain":  # what a path of another kind means, that kind knows alone
-        return
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        try:
-            prefixes = [split_part(path)[0] for _, path in parse_blend(getattr(data, name))]
-        except ValueError:  # the rules say so
-            continue
-        for prefix in prefixes:
-            if complaint := _no_path(prefix):
-                yield f"{name}={prefix[:60]!r}: {complaint}"
-                continue
-            missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
-            odd = [path for path in missing if Path(path).exists()]
-            if odd:
-                yield f"{name}={prefix}: {odd[0]} is no file but a folder, a pipe or a device; name the prefix of files"
-            elif missing:
-                are = "does not exist" if len(missing) == 1 else "do not exist"
-                yield f"{name}={prefix}: {' and '.join(missing)} {are}; {_data_remedy(prefix)}"
-
-
-def _no_path(text: str) -> str | None:
-    """What is wrong with a text that can be no path of files; None if nothing is."""
-    if not Path(text).name:
-        return "it names no file; name the prefix of files, what stands before .bin and .idx"
-    if "\0" in text:
-        return "a path has no NUL; correct it"
-    if len(text) > LONGEST or max(map(len, Path(text).parts)) > LONGEST_NAME:
-        return f"a path of {len(text)} characters is too long; name files elsewhere"
-    return None
-
-
-def _data_remedy(prefix: str) -> str:
-    for end in (".bin", ".idx"):
-        if prefix.endswith(end) and Path(prefix).is_file():
-            return f"leave {end} off: use {prefix.removesuffix(end)}"
-    if Path(f"{prefix}_text_document.idx").is_file():
-        return f"use {prefix}_text_document"
-    if prefix in HOW_TO_MAKE:
-        return f"make them in this folder with: {HOW_TO_MAKE[prefix]}; or use --mock-data"
-    if Path(prefix).is_file():
-        return "chats are read as they are with dataset_type=chat; of other texts make them with megatronish preprocess"
-    return "make them with megatronish preprocess, or use --mock-data"
-
-
-def _missing_tokenizer(data: DataConfig) -> Iterator[str]:
-    if data.tokenizer_type not in ("sentencepiece", "huggingface", "tiktoken"):
-        return
-    for name in ("tokenizer_model", "vocab_file", "merge_file"):
-        path = getattr(data, name)
-        if path is not None and Path(path).is_dir() and data.tokenizer_type == "sentencepiece":
-            yield f"{name}={path} is a folder; name the SentencePiece file in it, or use --tokenizer-type huggingface"
-        if path is not None and not Path(path).exists():
-            remedy = "correct the path, or use --tokenizer-type bytes, which needs no file"
-            if path in HOW_TO_MAKE:
-                remedy = f"make it in this folder with: {HOW_TO_MAKE[path]}"
-            yield f"{name}={path} does not exist; {remedy}"
-
 
 PROGRAM = "pretrain_gpt.py"
 LARGEST = 2**24  # bytes of a file; ours have a few thousand
@@ -141,43 +74,83 @@ def read_config(
     line = read_command_line(argv)
     if line.wants_help:
         tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=program, description=DESCRIPTION)
-    path = config_path(line.config_file) if line.config_file is not None else None
-    file = _read_file(path, is_mock=asks_for_mock_data(argv))
-    if isinstance(file, str):
-        raise ConfigError([file, *line.flags.problems])
+    parsed = _parse(line, is_mock=asks_for_mock_data(argv))
+    filled = _fill(parsed, read_start, world_size=world_size)
+    if settle_layout is not None:
+        filled = filled._replace(config=settle_layout(filled.config))
+    if problems := _check(parsed, filled, needs_files=needs_files):
+        raise ConfigError(problems)
+    return ReadConfig(filled.config, [*parsed.notes, *filled.notes])
 
-    # Settings as values: flags override the file, and of settings that exclude each other one is left.
-    merged = merge(file=file.settings, typed=line.flags.settings, yielding=[*line.flags.yielding, *file.yielding])
+
+class Parsed(NamedTuple):
+    """First pass: the values that are given, by field, and the settings that they come from.
+
+    Fields of `invalid` have a complaint in `problems`: no other is made about them.
+    """
+
+    values: dict[str, Any]
+    settings: dict[str, Setting]
+    invalid: set[str]
+    problems: list[str]
+    notes: list[str]
+    path: Path | None
+
+
+class Filled(NamedTuple):
+    """Second pass: the whole config; what is not given comes from the model to start from, or is derived."""
+
+    config: Config
+    start: Start | None
+    problems: list[str]
+    notes: list[str]
+
+
+def _parse(line: CommandLine, *, is_mock: bool) -> Parsed:
+    """Values from texts. ConfigError where no value can be read: no file, no plug-in, no model of the hub."""
+    path = config_path(line.config_file) if line.config_file is not None else None
+    file, flags = _read_file(path, is_mock=is_mock), line.flags
+    if isinstance(file, str):
+        raise ConfigError([file, *flags.problems])
+    # Flags override the file, and of settings that exclude each other one is left.
+    merged = merge(file=file.settings, typed=flags.settings, yielding=[*flags.yielding, *file.yielding])
+    problems = [*file.problems, *flags.problems, *merged.problems]
     # Plug-ins come before any value is read: what they register are valid names.
-    found_plugins = _imported(merged.settings, [*file.problems, *line.flags.problems, *merged.problems])
+    plugins = _imported(merged.settings, problems)
     settings, hidden = with_passwords(merged.settings)
     values, type_errors = _values(settings)
     settled = settle({name: settings[name] for name in values}, values)
-    wrong = [*file.problems, *line.flags.problems, *merged.problems, *type_errors.values(), *settled.problems, *hidden]
-    given, from_where = _downloaded({name: values[name] for name in settled.settings}, wrong)
+    problems += [*type_errors.values(), *settled.problems, *hidden]
+    given, from_where = _downloaded({name: values[name] for name in settled.settings}, problems)
     given |= implied_tokenizer(given)
+    notes = [*plugins, *from_where, *_idle(settled.idle, path), *merged.notes, *file.notes, *flags.notes]
+    return Parsed(given, settled.settings, {*type_errors, *file.invalid}, problems, notes, path)
 
-    # The model that the run starts from fills in what is not given.
-    start = _start(given, read_start)
+
+def _fill(parsed: Parsed, read_start: ReadStart | None, *, world_size: int | None) -> Filled:
+    """The whole config. ConfigError if the model that the run starts from cannot be read: it decides the most."""
+    start = _start(parsed.values, read_start)
     if isinstance(start, str):
-        raise ConfigError([start, *wrong])
-    config = with_fields(Config(), **({} if start is None else start.fields(given)) | given)
-    invalid = {*type_errors, *file.invalid}
-    derived = _settled(derive(config, path=path, world_size=world_size, invalid=invalid), settle_layout)
-    problems = [
-        *wrong,
-        *([] if start is None else contradictions(start, _of_start(settled.settings, given), given)),
-        *derived.problems,
-        *broken_rules(derived.config, invalid=invalid),
-        *(missing_files(derived.config.data) if needs_files else []),
-    ]
-    if problems:
-        raise ConfigError(problems)
-    notes = [*found_plugins, *from_where, *_idle(settled.idle, path)]
-    notes += [*merged.notes, *file.notes, *line.flags.notes, *derived.notes]
+        raise ConfigError([start, *parsed.problems])
+    defaults = {} if start is None else start.fields(parsed.values)
+    config = with_fields(Config(), **defaults | parsed.values)
+    derived = derive(config, path=parsed.path, world_size=world_size, invalid=parsed.invalid)
+    notes = list(derived.notes)
     if start is not None:
         notes += stretched(start, derived.config.training.seq_length)
-    return ReadConfig(derived.config, notes)
+    return Filled(derived.config, start, derived.problems, notes)
+
+
+def _check(parsed: Parsed, filled: Filled, *, needs_files: bool) -> list[str]:
+    """Third pass: all complaints, in the order in which they are printed."""
+    config, start, own = filled.config, filled.start, parsed.values
+    return [
+        *parsed.problems,
+        *([] if start is None else contradictions(start, _of_start(parsed.settings, own), own)),
+        *filled.problems,
+        *broken_rules(config, invalid=parsed.invalid),
+        *(missing_files(config.data) if needs_files else []),
+    ]
 
 
 def _imported(settings: Mapping[str, Setting], wrong: Sequence[str]) -> list[str]:
@@ -205,11 +178,6 @@ def _idle(idle: Mapping[str, str], path: Path | None) -> list[str]:
     """The note about settings of the file that others exclude."""
     names = ", ".join(f"{name} (by {winner})" for name, winner in idle.items())
     return [f"idle in {path}: {names}" if path is not None else f"idle: {names}"] if names else []
-
-
-def _settled(derived: Derived, settle_layout: Callable[[Config], Config] | None) -> Derived:
-    """The same in another layout, where the caller has one."""
-    return derived if settle_layout is None else derived._replace(config=settle_layout(derived.config))
 
 
 def _of_start(settings: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Setting]:
@@ -282,7 +250,7 @@ def _is_a_choice(setting: Setting) -> bool:
 
 def _sift(settings: Sequence[Setting]) -> tuple[dict[str, Any], set[str]]:
     """({field: value}, fields of wrong values). tyro stops at its first bad value: halves are read by themselves."""
-    together = _parse(settings)
+    together = _typed(settings)
     if together is not None:
         return together, set()
     if len(settings) == 1:
@@ -292,7 +260,7 @@ def _sift(settings: Sequence[Setting]) -> tuple[dict[str, Any], set[str]]:
     return first | second, wrong | also_wrong
 
 
-def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
+def _typed(settings: Sequence[Setting]) -> dict[str, Any] | None:
     """{field: value}, or None if a value is not of its field's type."""
     values: dict[str, Any] = {}
     arguments = []

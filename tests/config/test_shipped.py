@@ -7,7 +7,8 @@ import pytest
 from paths import ROOT
 
 from megatronish.commands import collect_corpus, preprocess, train_tokenizer
-from megatronish.config.read import ConfigError, missing_files, read_config
+from megatronish.config.check import missing_files
+from megatronish.config.read import ConfigError, read_config
 from megatronish.config.shipped import config_path, shipped_configs
 
 MAINS = {

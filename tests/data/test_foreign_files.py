@@ -13,7 +13,7 @@ import torch
 from megatronish.commands.draw import DrawArguments, refuse_arguments, report
 from megatronish.commands.draw import planned as planned_drawing
 from megatronish.config.batch_sizes import parse_batch_sizes
-from megatronish.config.read import missing_files
+from megatronish.config.check import missing_files
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError, shown
 from megatronish.data import readers
