@@ -47,10 +47,13 @@ def _missing_data(data: DataConfig) -> Iterator[str]:
         except ValueError:  # the rules say so
             continue
         for prefix in prefixes:
+            # Asked first: the system calls below raise ValueError or OSError for what can be no path.
             if complaint := _no_path(prefix):
                 yield f"{name}={prefix[:60]!r}: {complaint}"
                 continue
             missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+            # What exists and is no ordinary file has another remedy than what is missing: a pipe would block its
+            # reader.
             odd = [path for path in missing if Path(path).exists()]
             if odd:
                 yield f"{name}={prefix}: {odd[0]} is no file but a folder, a pipe or a device; name the prefix of files"
@@ -71,6 +74,8 @@ def _no_path(text: str) -> str | None:
 
 
 def _data_remedy(prefix: str) -> str:
+    # From the most likely mistake to the least: an ending too much, Megatron-LM's ending left out, files of a shipped
+    # config that are not made yet, texts that are no tokens.
     for end in (".bin", ".idx"):
         if prefix.endswith(end) and Path(prefix).is_file():
             return f"leave {end} off: use {prefix.removesuffix(end)}"
@@ -138,10 +143,13 @@ def read_config(
     `needs_files`, data and tokenizer may be elsewhere; `settle_layout` replaces the layout before the check. Prints and
     exits 0 on --help. ConfigError with all problems.
     """
+    # Up to here nothing is a value yet: every source gives settings as text, so that a complaint can quote them as the
+    # user wrote them.
     line = read_command_line(argv)
     if line.wants_help:
         tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=program, description=DESCRIPTION)
     path = config_path(line.config_file) if line.config_file is not None else None
+    # A file that cannot be read ends it here: every field that it sets would be missing, and complain.
     file = _read_file(path, is_mock=asks_for_mock_data(argv))
     if isinstance(file, str):
         raise ConfigError([file, *line.flags.problems])
@@ -152,6 +160,8 @@ def read_config(
     found_plugins = _imported(merged.settings, [*file.problems, *line.flags.problems, *merged.problems])
     settings, hidden = with_passwords(merged.settings)
     values, type_errors = _values(settings)
+    # Conflicts are decided by values, as a setting that equals its default is in none; what became no value is left
+    # out.
     settled = settle({name: settings[name] for name in values}, values)
     wrong = [*file.problems, *line.flags.problems, *merged.problems, *type_errors.values(), *settled.problems, *hidden]
     given, from_where = _downloaded({name: values[name] for name in settled.settings}, wrong)
@@ -161,7 +171,10 @@ def read_config(
     start = _start(given, read_start)
     if isinstance(start, str):
         raise ConfigError([start, *wrong])
+    # Defaults, over them what the model to start from says, over that what was given.
     config = with_fields(Config(), **({} if start is None else start.fields(given)) | given)
+    # Fields that have a complaint hold their default here; rules over them would complain about numbers that no one
+    # wrote.
     invalid = {*type_errors, *file.invalid}
     derived = _settled(derive(config, path=path, world_size=world_size, invalid=invalid), settle_layout)
     problems = [
@@ -191,6 +204,7 @@ def _imported(settings: Mapping[str, Setting], wrong: Sequence[str]) -> list[str
 def _downloaded(given: dict[str, Any], wrong: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Fields with folders in the place of names of the hub, and notes; with errors nothing is fetched."""
     if wrong:
+        # Without the model its fields are at their defaults, and every further complaint about them would be wrong.
         if hub_name(given.get("load_hf") or ""):  # what else is wrong, the model decides
             raise ConfigError(wrong)
         return given, []
@@ -236,6 +250,7 @@ def _read_file(path: Path | None, *, is_mock: bool) -> Settings | str:
     """Settings of the file, or why it cannot be read."""
     if path is None:
         return Settings.empty()
+    # Before it is opened: opening a pipe would block, and a device may never end.
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "no file but a device or a pipe"
         return f"--config {path} is {what}; name a TOML file"
@@ -282,6 +297,8 @@ def _is_a_choice(setting: Setting) -> bool:
 
 def _sift(settings: Sequence[Setting]) -> tuple[dict[str, Any], set[str]]:
     """({field: value}, fields of wrong values). tyro stops at its first bad value: halves are read by themselves."""
+    # One call for all, which is enough where nothing is wrong. Else log2(n) rounds of halves find each wrong field, and
+    # the values of the others are kept for the rules.
     together = _parse(settings)
     if together is not None:
         return together, set()
@@ -296,6 +313,7 @@ def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
     """{field: value}, or None if a value is not of its field's type."""
     values: dict[str, Any] = {}
     arguments = []
+    # Switches are read here: only `true` and `false` are values, in files as in flags. tyro reads everything else.
     for setting in settings:
         field = FIELDS[setting.field]
         if field.type is bool:
@@ -317,6 +335,7 @@ def _parse(settings: Sequence[Setting]) -> dict[str, Any] | None:
     except SystemExit:
         return None
     read = {name: getattr(found, name) for name in given}
+    # Elements of lists, and names that plug-ins register, are compared with the choices once they are read.
     if not all(FIELDS[setting.field].allows(read[setting.field]) for setting in settings):
         return None
     return read | values
