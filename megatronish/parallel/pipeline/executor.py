@@ -121,6 +121,8 @@ class Executor:
         graph, on the stage that holds this position.
         """
         totals: dict[str, Tensor] = {}
+        # 1. What the plan says before anything runs: the last action of each kind and chunk makes gradients final, a
+        # plan without B saves nothing, one with W defers weight gradients.
         shapes = [self.boundary.shape_of(micro_batch) for micro_batch in micro_batches]
         last = {(action.kind, action.chunk): action for action in actions}
         training = any(action.kind == "B" for action in actions)
@@ -157,6 +159,7 @@ class Executor:
                 on_model_output(action.micro_batch, output)
             del arrived, output  # frees both before the next action waits for its input
             self.peak_live = max(self.peak_live, len(self._live()))
+        # The last sends: their tensors must live until the receivers have them.
         for line in self.lines.values():
             line.flush()
         self.record.action = None
@@ -173,11 +176,14 @@ class Executor:
         totals: dict[str, Tensor],
     ) -> Tensor:
         """The chunk's output; its sums are added to `totals`. `loss_scale` None saves nothing for a backward."""
+        # A leaf of this chunk's graph: its gradient is what the position before needs.
         if x is not None:
             x.requires_grad_(loss_scale is not None)
         y, sums = self.chunks[action.chunk](x, micro_batch, step=step)
         for name, value in sums.items():
             add_sum(totals, name, value)
+        # At the end of the model backward starts from the scale itself, elsewhere from the gradient that arrives. Only
+        # a first position whose parameters are all frozen has no edge: any other has an input that needs a gradient.
         if loss_scale is not None:
             loss_gradient = y.new_full((), loss_scale) if self._target(action) is None else None
             edge = get_gradient_edge(y) if y.requires_grad else None
@@ -186,9 +192,11 @@ class Executor:
 
     def _backward(self, action: Action, dy: Tensor | None) -> Tensor | None:
         """The gradient of the chunk's input [S, B, D]; None for the first position."""
+        # The queue of this backward is opened also where it defers nothing, so that its W action finds it.
         if self.weight_gradients is not None:
             self.weight_gradients.fill(chunk=action.chunk, micro_batch=action.micro_batch)
         x, output, loss_gradient = self._forwards.pop(_place_in(action))
+        # The popped record was the last to hold the input: it is freed once its gradient has been sent.
         if output is not None:
             torch.autograd.backward((output,), (dy if loss_gradient is None else loss_gradient,))
         return None if x is None else x.grad
@@ -211,6 +219,8 @@ class Executor:
 
     def _deliver(self, action: Action, output: Tensor) -> None:
         """Pass the action's output to the action that needs it: directly within the stage, else by a send."""
+        # An output of F is the input of the next position's F, one of B that of the B before: the kind stays, the chunk
+        # changes.
         target = self._target(action)
         assert target is not None
         needed_by = action._replace(chunk=target.chunk)
