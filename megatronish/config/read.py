@@ -143,8 +143,7 @@ def read_config(
     `needs_files`, data and tokenizer may be elsewhere; `settle_layout` replaces the layout before the check. Prints and
     exits 0 on --help. ConfigError with all problems.
     """
-    # Up to here nothing is a value yet: every source gives settings as text, so that a complaint can quote them as the
-    # user wrote them.
+    # Every source gives settings as text, and not yet as values: a complaint quotes them as the user wrote them.
     line = read_command_line(argv)
     if line.wants_help:
         tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=program, description=DESCRIPTION)
@@ -160,8 +159,7 @@ def read_config(
     found_plugins = _imported(merged.settings, [*file.problems, *line.flags.problems, *merged.problems])
     settings, hidden = with_passwords(merged.settings)
     values, type_errors = _values(settings)
-    # Conflicts are decided by values, as a setting that equals its default is in none; what became no value is left
-    # out.
+    # Conflicts are decided by values, as a setting that equals its default is in none.
     settled = settle({name: settings[name] for name in values}, values)
     wrong = [*file.problems, *line.flags.problems, *merged.problems, *type_errors.values(), *settled.problems, *hidden]
     given, from_where = _downloaded({name: values[name] for name in settled.settings}, wrong)
@@ -173,8 +171,7 @@ def read_config(
         raise ConfigError([start, *wrong])
     # Defaults, over them what the model to start from says, over that what was given.
     config = with_fields(Config(), **({} if start is None else start.fields(given)) | given)
-    # Fields that have a complaint hold their default here; rules over them would complain about numbers that no one
-    # wrote.
+    # Fields with a complaint hold their defaults here, which no rule may complain about: the user wrote another value.
     invalid = {*type_errors, *file.invalid}
     derived = _settled(derive(config, path=path, world_size=world_size, invalid=invalid), settle_layout)
     problems = [

@@ -62,6 +62,17 @@ class Begun(NamedTuple):
     taken_after: float = 0.0
 
 
+# The start of a run, in an order that matters:
+#
+# 1. On a disk one rank removes what a killed save has left, before any rank looks: a replaced checkpoint may get its
+#    name back.
+# 2. The frozen model of adapters is loaded. --load and --load-hf named it, so they say nothing of where adapters start.
+# 3. All ranks look for checkpoints and copies together: if two chose differently, each would wait in another load.
+# 4. The state of the checkpoint is read before its tensors. It says whether this is a resume or a start from weights,
+#    which may change more (all except the function of the model), and refuses before a tensor has changed.
+# 5. Schedule and hooks continue with a resume. A start from weights has its own.
+
+
 def begin(
     job: TrainingJob,
     engine: Engine,
@@ -76,39 +87,29 @@ def begin(
     `reference` is the model that a resume must have again. A newer one of `copies` comes before checkpoints. What
     `launch` has saved, or copied, comes before a step that its flags go back to: it went back in an earlier attempt.
     """
-    # 1. On a disk, what a killed save has left is removed by one rank before any rank looks: it may be a replaced
-    # checkpoint, which gets its name back.
     keep, own = job.config.checkpoint, location(job.config.save_place)
     axis = engine.mesh.checkpoint_axis
     all_or_none(axis, lambda: remove_leftovers(own) if engine.mesh.is_main and isinstance(own, Path) else None)
-    # 2. Adapters: the frozen model is loaded first. --load and --load-hf named it, so they say nothing of where the
-    # adapters start.
     base = None
     if engine.stage.is_adapted:
         base = load_base(job, engine)
         say(f"adapters of the frozen model {base.source}")
         keep = _without_base(keep)
-    # 3. What there is. All ranks must choose alike, or they would wait for each other in different loads: so
-    # checkpoints are looked up together, and copies nearby by agreement.
     seen = _look_together(keep, own, axis, launch)
     copy = _copy(keep, own, engine, copies, seen, launch)
     has_begun, checkpoint = seen.has_begun or copy is not None, copy or seen.checkpoint
-    # 4. Its own state comes before every flag about a start: a run that is started again with the same flags resumes.
+    # Its own state comes before every flag about a start: a run that is started again with the same flags resumes.
     if keep.moe_use_upcycling and not has_begun:
         return _upcycled(job, engine, checkpoint, say)
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
         return _from_hf(job, engine, Path(keep.load_hf), say)
     if checkpoint is None:
         return Begun(Progress(), {} if base is None else base.origin, {}, job.schedule, base)
-    # 5. The state before the tensors: it decides whether this is a resume or only a start from weights, and what has to
-    # be the same.
     with offering_another(axis):
         saved = all_or_none(axis, partial(read_run, checkpoint))
     # --finetune is for the first start; a converted checkpoint never has more than weights.
     weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
 
-    # Called before a tensor is changed: what a start from weights may change (all except the function of the model) is
-    # less than what a resume must keep.
     def check(state: dict[str, Any]) -> None:
         if weights_only:
             refuse_adapters(state, keep.load or checkpoint)
@@ -128,7 +129,6 @@ def begin(
         is_shared=copy is None,
     )
     say(f"took the weights of {checkpoint}: {FROM_THE_START}" if weights_only else f"continuing from {checkpoint}")
-    # 6. What continues with the run: schedule and hooks. A start from weights has its own.
     schedule = job.schedule if weights_only else _schedule(job, saved, checkpoint, say)
     hooks = {} if weights_only else saved.get("hooks", {})
     newest = max(seen.saved_last, 0.0 if copies is None else copies.newest_time())

@@ -206,13 +206,10 @@ def _train(
     say(opening)
     with Aside("the audit of the chats").guard():
         report_chats(job, say)
-    # The user has seen what will be trained, and the memory is expected to do: now comes what takes minutes.
     record.enter_phase("start", "building the model")
     engine = job.build_engine()
     reference = begin_reference(job, engine, say)
     record.enter_phase("start", "loading")
-    # The engine is filled in place, from a copy nearby or a checkpoint; how many steps are left follows from what was
-    # loaded.
     copies = open_copies(config, engine)
     begun = begin(job, engine, say, reference=reference, copies=copies, launch=place.launch)
     progress, schedule = begun.progress, begun.schedule

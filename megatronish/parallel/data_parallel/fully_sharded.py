@@ -102,21 +102,18 @@ class FullySharded:
         device: torch.device,
         seed: int | None,
     ) -> None:
-        # 1. On the meta device: dtypes, then units from the inside out, as `fully_shard` gives a module all parameters
-        # that no inner unit has taken.
         self.domains, self.reduce_dtype, self._device = domains, settings.reduce_dtype, device
         for parameter in stage.parameters():
             if parameter.is_floating_point() and not parameter.requires_grad:  # it needs no master
                 parameter.data = parameter.data.to(settings.dtype)
         domain_of = {name: domains[sharding.domain] for name, sharding in shardings.items()}
-        # Units: what has data ranks of its own (experts), every layer, and what is left of the stage around them.
+        # 1. Units, from the inside out: what has its own data ranks (experts), every layer, and the rest of the stage.
         for module, domain in _of_other_domains(stage, domain_of):
             _fully_shard([module], domain, settings)
         self._stage, *layers = _fully_shard(
             [stage, *(layer for chunk in chunks for layer in chunk)], domains["dense"], settings
         )
-        # 2. Prefetch in a backward, from the last layer of a chunk to the first. The order between chunks is the
-        # schedule's, see `begin_action`.
+        # 2. Prefetch in a backward, inside of a chunk; between chunks the schedule decides (`begin_action`).
         waiting = iter(layers)
         self._chunks = [list(islice(waiting, len(chunk))) for chunk in chunks]
         for before, layer in (pair for chunk in self._chunks for pair in pairwise(chunk)):
@@ -141,8 +138,7 @@ class FullySharded:
         self._plans, frozen = (self._plan(kept, shardings, settings, learns=learns) for learns in (True, False))
         counted = {name for plan in (*self._plans, *frozen) if plan.counted for name in plan.names}
         self.counted = {name for name in counted if self._rows[name].is_floating_point()}
-        # fp32, whatever the rows are: one flat tensor a bucket, so that replicas and partial sums need one collective
-        # for it.
+        # fp32, whatever the rows are, and flat, so that replicas and partial sums need one collective a bucket.
         self._sums = [torch.zeros(plan.size, device=self._rows[plan.names[0]].device) for plan in self._plans]
         for name, total in self._views(self._sums).items():
             _let_add_up(kept[name], in_=total)

@@ -102,6 +102,9 @@ class Executor:
         other.chunks, other._forwards, other._handed_over = chunks, {}, {}
         return other
 
+    # Each turn of the loop frees what it can before the next one waits: a rank that waits for a peer holds the most.
+    # A plan without B (evaluation, generation) saves nothing for a backward; one with W defers weight gradients. The
+    # last action of each kind in a chunk is the one that makes gradients final.
     def run(
         self,
         actions: Sequence[Action],
@@ -121,8 +124,6 @@ class Executor:
         graph, on the stage that holds this position.
         """
         totals: dict[str, Tensor] = {}
-        # 1. What the plan says before anything runs: the last action of each kind and chunk makes gradients final, a
-        # plan without B saves nothing, one with W defers weight gradients.
         shapes = [self.boundary.shape_of(micro_batch) for micro_batch in micro_batches]
         last = {(action.kind, action.chunk): action for action in actions}
         training = any(action.kind == "B" for action in actions)
@@ -159,7 +160,6 @@ class Executor:
                 on_model_output(action.micro_batch, output)
             del arrived, output  # frees both before the next action waits for its input
             self.peak_live = max(self.peak_live, len(self._live()))
-        # The last sends: their tensors must live until the receivers have them.
         for line in self.lines.values():
             line.flush()
         self.record.action = None
