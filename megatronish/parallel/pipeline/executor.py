@@ -102,7 +102,7 @@ class Executor:
         other.chunks, other._forwards, other._handed_over = chunks, {}, {}
         return other
 
-    # Each turn of the loop frees what it can before the next one waits: a rank that waits for a peer holds the most.
+    # Each turn of the loop frees what it can before the next one waits for its input, which may take long.
     # A plan without B (evaluation, generation) saves nothing for a backward; one with W defers weight gradients. The
     # last action of each kind in a chunk is the one that makes gradients final.
     def run(
