@@ -70,12 +70,16 @@ def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_ch
     keeps tiles to two chunks also where a plain causal mask needs none so small.
     """
     mine, theirs = (chunks_of(mask.seq_length, each, cp_size) for each in (rank, source))
+    # Each rank holds two chunks of one length, `front` and its mirror image `back`.
     length = len(mine.front)
     front, back, whole = slice(0, length), slice(length, 2 * length), slice(0, 2 * length)
+    # Each chunk of another rank's block lies wholly before or wholly after each chunk of queries: what is left needs no
+    # mask.
     if mask.is_causal and not by_chunks:
         if source == rank:
             return [Tile(whole, whole, "causal")]
         return [Tile(whole, front, "everything") if source < rank else Tile(back, whole, "everything")]
+    # A query's own chunk first: its diagonal makes the log-sum-exp finite, and later tiles may be masked whole for it.
     found = [
         Tile(queries, keys, mask.between(query_places, key_places), query_places.start, key_places.start)
         for queries, query_places, key_chunks in (
@@ -97,6 +101,8 @@ class _RingPlan:
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Each rank and its block [2, B, kv, S/cp, H], this rank's own first; the next arrives while one is used."""
+        # One message for keys and values. It is received into another buffer, as the block is used until the end of the
+        # step.
         block = torch.stack((k, v))
         for step in range(self.cp.size):
             is_last = step == self.cp.size - 1
@@ -110,6 +116,8 @@ class _RingPlan:
         cp, mask = self.cp, self.mask
         mine, theirs = (places_of(mask.seq_length, rank, cp.size, device=device) for rank in (cp.rank, source))
         by_chunks = self.dropped is not None or bool(mask.slopes)  # explicit probabilities, and biases, are large
+        # Three kinds of mask, from the most explicit to none: probabilities with dropout, a dense mask with biases, a
+        # flag.
         for each in tiles_of(cp.rank, source, cp_size=cp.size, mask=mask, by_chunks=by_chunks):
             if self.dropped is not None:
                 here = self.dropped._replace(first_query=each.first_query, first_key=each.first_key)
@@ -138,6 +146,7 @@ class _RingAttention(torch.autograd.Function):
             for rows, columns, tile_mask in plan.tiles(source, q.device):
                 new = tile.forward(queries[:, :, rows], *block[..., columns, :], tile_mask=tile_mask)
                 _merge(out[:, :, rows], lse[:, :, rows], *new)
+        # Last and once: a sink is a term of the softmax's sum, and no key of any block.
         if sinks is not None:
             absorb(out, lse, sinks)
         result = merged.to(q.dtype).flatten(2)
@@ -153,6 +162,7 @@ class _RingAttention(torch.autograd.Function):
         plan: _RingPlan = ctx.plan
         queries = rearrange(q, "s b n h -> b n s h")
         out, dout = (rearrange(x, "s b (n h) -> b n s h", n=q.shape[2]) for x in (result, grads[0]))
+        # Summed over cp tiles in at least fp32, as the output was.
         dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
         dqueries = rearrange(dq, "s b n h -> b n s h")
         # Gradients of the block at hand, [2, S/cp, B, k, H], summed by the ranks that had the block before.
@@ -166,6 +176,7 @@ class _RingAttention(torch.autograd.Function):
                 dqueries[:, :, rows] += here.q
                 terms.append((columns, here.k, here.v))
             # 2. The terms are added to the sums, and the sums follow the block to the next rank.
+            # In the first step each rank has its own block, whose sums begin here.
             dblock = dq.new_zeros(2, *k.shape) if coming is None else coming.wait()
             dkeys, dvalues = rearrange(dblock, "c s b k h -> c b k s h")
             for columns, dk, dv in terms:
@@ -186,5 +197,6 @@ def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     The merged output is the mean of both, weighted by their sums of exponentials: exp(new) / (exp(lse) + exp(new)) is
     sigmoid(new - lse).
     """
+    # Sums of exponentials would overflow; the weight by a sigmoid of a difference cannot. Against lse = -inf it is 1.
     out.lerp_(new_out.to(out.dtype), torch.sigmoid(new_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))

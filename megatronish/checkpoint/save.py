@@ -57,6 +57,7 @@ def optimizer_tensors(
 ) -> dict[str, GlobalTensor]:
     """Optimizer states as global tensors of their parameters' shapes."""
     states: dict[str, GlobalTensor] = {}
+    # Per state and not per parameter, as parameters may have different ones (Muon's momentum, Adam's moments).
     for state in dict.fromkeys(state for tensors in optimizer.state.values() for state in tensors):
         tensors = {name: tensors[state] for name, tensors in optimizer.state.items() if state in tensors}
         states |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, domains)
@@ -75,6 +76,7 @@ def _global_tensors(
     for number, (name, local) in enumerate(tensors.items()):
         sharding = shardings[name]
         domain = domains[sharding.domain]
+        # Tensor by tensor in the same order on all replicas, so each tensor has exactly one writer among them.
         is_turn = number % domain.replicate.size == domain.replicate.rank
         result[f"{prefix}.{name}"] = GlobalTensor(
             shape=sharding.shape,
@@ -136,10 +138,13 @@ def save_checkpoint(
     """
     axis, partial = mesh.checkpoint_axis, None
     try:
+        # 1. One rank makes the folder, all ranks write into it; an error of any rank is raised on all.
         partial = folder / from_one(axis, lambda: _begin(folder, step, makes_folder=makes_folder))
         write_tensors(partial, tensors, over=axis)
+        # 2. Only when all ranks have written: until then no folder of a checkpoint's name exists.
         return folder / from_one(axis, lambda: publish(partial, step=step, state=state).name)
     except (OSError, DamagedError) as error:
+        # No rank writes any more: the error has come to all of them together.
         if mesh.is_main and partial is not None:
             _remove(partial)
         what = f"the checkpoint of step {step} could not be written to {folder}"
@@ -151,12 +156,15 @@ def save_checkpoint(
 
 def _begin(folder: Location, step: int, *, makes_folder: bool) -> str:
     """Name of the folder to write the checkpoint of the step into; what killed saves have left is removed."""
+    # The number of an attempt follows those that are there, incomplete ones included: it is chosen before they are
+    # removed.
     if isinstance(folder, RemotePath):
         attempt = new_attempt(folder, step)
         remove_leftovers(folder)
         return attempt.name
     if makes_folder:
         folder.mkdir(parents=True, exist_ok=True)
+    # A moved folder is an error: a new one would lack the checkpoints before this one.
     elif not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "it was moved or removed while the run was in it; move it back")
     remove_leftovers(folder)

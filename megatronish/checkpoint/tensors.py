@@ -92,6 +92,8 @@ class UnreadTensor:
         size = torch.Size(self.shape)
         zeros = (0,) * len(size)
         chunks = [ChunkStorageMetadata(torch.Size(zeros), size)]
+        # A rectangle for each row of a stack: writing then has one expert in memory, and a reader of one expert reads
+        # no other.
         if self.part is not None:
             row = torch.Size((1, *size[1:]))
             chunks = [ChunkStorageMetadata(torch.Size((number, *zeros[1:])), row) for number in range(size[0])]
@@ -156,6 +158,8 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 def write_tensors(folder: Location, tensors: Mapping[str, GlobalTensor | UnreadTensor], *, over: Axis) -> None:
     """Write the tensors of all ranks into `folder`; all ranks of the axis call this. OSError if the disk is full."""
+    # torch communicates inside by itself: the record has the whole call as one entry, which a watchdog knows to be work
+    # on the disk, too.
     with _unwrapped_errors(), comm.entered("writing of tensors", over):
         dcp.save(
             dict(tensors),
@@ -222,6 +226,7 @@ def _unwrapped_errors() -> Iterator[None]:
         yield
     except dcp.CheckpointException as error:
         rank, (first, trace) = min(error.failures.items())
+        # Errors of ours and of the disk are sentences; of any other the trace of its rank is what helps.
         if isinstance(first, (UserError, OSError)):
             raise first from error
         details = "".join([*traceback.format_list(trace), *traceback.format_exception_only(first)])

@@ -137,10 +137,12 @@ def _missing_data(data: DataConfig) -> Iterator[str]:
         except ValueError:  # the rules say so
             continue
         for prefix in prefixes:
+            # Asked first: the system calls below raise ValueError or OSError for what can be no path.
             if complaint := _no_path(prefix):
                 yield f"{name}={prefix[:60]!r}: {complaint}"
                 continue
             missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+            # What exists and is no ordinary file has another remedy than what is missing: a pipe would block its reader.
             odd = [path for path in missing if Path(path).exists()]
             if odd:
                 yield f"{name}={prefix}: {odd[0]} is no file but a folder, a pipe or a device; name the prefix of files"
@@ -161,6 +163,8 @@ def _no_path(text: str) -> str | None:
 
 
 def _data_remedy(prefix: str) -> str:
+    # From the most likely mistake to the least: an ending too much, Megatron-LM's ending left out, files of a shipped
+    # config that are not made yet, texts that are no tokens.
     for end in (".bin", ".idx"):
         if prefix.endswith(end) and Path(prefix).is_file():
             return f"leave {end} off: use {prefix.removesuffix(end)}"

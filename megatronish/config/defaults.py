@@ -34,6 +34,8 @@ WIDTHS = {1: 8, 5: 4}  # bytes of values of fixed size, by their wire type
 def vocabulary_of_files(data: DataConfig) -> int | None:
     """Tokens of the tokenizer that a config names; None where its files are not there or do not tell."""
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError, UserError, IndexError):
+        # Files are foreign and nothing here is required: whatever is wrong with them means None, and their reader
+        # complains.
         kind = tokenizer_type(data.tokenizer_type)
         if kind == "bytes":
             return OF_BYTES
@@ -58,6 +60,7 @@ def _content(path: Path) -> bytes:
 
 def _ids(tokenizer: dict[str, Any]) -> Iterator[int]:
     """Ids of a tokenizer.json: a table, or the places of Unigram's list; and what was added."""
+    # A vocabulary may have gaps, so the size is the largest id + 1, and not the number of entries.
     vocabulary = tokenizer["model"]["vocab"]
     yield from vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
     yield from (int(each["id"]) for each in tokenizer.get("added_tokens") or ())
@@ -67,6 +70,8 @@ def _fields(message: bytes) -> Iterator[int]:
     """Numbers of the fields of a protobuf message, in their order."""
     at = 0
     while at < len(message):
+        # The wire format of protobuf: a key is (number of the field) * 8 + (type of what follows). Type 0 is a varint,
+        # type 2 has its length in front, 1 and 5 have fixed sizes. Other types are none of SentencePiece's: a KeyError.
         key, at = _varint(message, at)
         kind = key & 7
         if kind == 0:
@@ -85,6 +90,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     """(value, place after it) of an integer of as many bytes as it needs."""
     value = shift = 0
     while True:
+        # Seven bits a byte, the lowest first; the eighth says that another byte follows.
         byte = message[at]
         value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
         if byte < 128:
@@ -104,6 +110,8 @@ class Derived(NamedTuple):
 
 def derive(config: Config, *, path: Path | None, world_size: int | None, invalid: Collection[str]) -> Derived:
     """Config with its derived fields filled in: data-parallel size, schedule, run folder and others."""
+    # 1. The mesh. dp is what the world size leaves over; a plain start has no world size yet and takes the smallest
+    # legal dp. With invalid sizes there would be a division by zero, and their complaint exists already.
     notes, problems = [], []
     if world_size is None and "world_size" not in invalid:
         world_size = config.log.world_size  # of a dry run
@@ -114,6 +122,8 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         model = config.parallel.model_parallel_size
         derived = smallest_dp(config) if world_size is None else max(1, world_size // model)
         config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
+    # 2. Settings that have another meaning, or none, next to the rest: they are replaced, so that no later reader sees
+    # both.
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         config = with_fields(config, sequence_parallel=False)
         notes.append(
@@ -123,6 +133,8 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     notes += [*of_tokens, *_idle_loss_scale(config.training)]
     config = _last_batch_size(config, invalid)
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
+    # 3. Notes about what no part of this run reads. None of them changes the config, except for the sizes of a grid of
+    # experts.
     parallel = config.parallel
     if parallel.context_parallel_size == 1 and parallel.cp_comm_type != "p2p":
         notes.append(f"cp_comm_type={parallel.cp_comm_type} is idle: context_parallel_size is 1")
@@ -141,6 +153,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     notes += _idle_experts(config)
     if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
         config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+    # 4. Made-up tokens stand in for all files; the vocabulary remains, as the model's size depends on it.
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         given = config.data.vocab_size
@@ -160,6 +173,8 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
 def smallest_dp(config: Config) -> int:
     """Fewest copies of the model on a plain start: 1, or as many as hybrid sharding or the grid of experts needs."""
     parallel = config.parallel
+    # Hybrid sharding cuts dp cp into groups, and the grid of experts cuts dp cp tp: each of the two must divide, so dp
+    # must hold the factors that cp (and tp) do not have.
     groups = parallel.num_distributed_optimizer_instances if parallel.zero else 1
     fewest = max(1, groups // math.gcd(groups, parallel.context_parallel_size))
     if config.model.num_experts is None:
@@ -179,6 +194,8 @@ def _tokens_as_samples(config: Config, invalid: Collection[str]) -> tuple[Config
     }
     if all(value is None for value in tokens.values()) or {"seq_length", *TOKENS} & set(invalid):
         return config, []
+    # Rounded down to whole samples, but a length above 0 stays above 0: no run becomes empty, and no warm-up
+    # disappears.
     length, fields = max(1, config.training.seq_length), {}
     for name, value in tokens.items():
         if value is not None:
@@ -205,6 +222,7 @@ def _idle_experts(config: Config) -> list[str]:
     """Notes about settings of experts in a model without experts, and about those of another kind of router."""
     if config.model.num_experts is not None:
         return _idle_router(config.model)
+    # Compared with the defaults: a field that was set to its default asks for nothing, so it needs no note.
     names = [*(name for name in vars(config.model) if name.startswith("moe_")), *EXPERT_SIZES]
     values = vars(config.model) | vars(config.parallel)
     given = [f"{name}={values[name]}" for name in names if values[name] != FIELDS[name].default]
@@ -259,6 +277,7 @@ def _idle_optimizer(optimizer: OptimizerConfig) -> list[str]:
 
 def _idle_log(log: LogConfig) -> list[str]:
     """Notes about options of trackers and recordings that are not asked for."""
+    # What switches each of these on. Memory snapshots and torch's profiler share the list of ranks.
     needs = {
         "wandb_project": ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
         "mlflow_experiment": ("mlflow_run_name", "mlflow_tracking_uri"),
@@ -278,6 +297,7 @@ def _idle_log(log: LogConfig) -> list[str]:
 
 def _world_size_complaint(parallel: ParallelConfig, world_size: int | None) -> str | None:
     """Complaint about a number of processes that does not fit the sizes of the mesh."""
+    # A world size without dp determines it; with dp it must be the product of all sizes.
     model, dp = parallel.model_parallel_size, parallel.data_parallel_size
     if world_size is None or world_size == model * (dp or 0):
         return None
@@ -285,6 +305,7 @@ def _world_size_complaint(parallel: ParallelConfig, world_size: int | None) -> s
         f"tp {parallel.tensor_model_parallel_size} x pp {parallel.pipeline_model_parallel_size} "
         f"x cp {parallel.context_parallel_size}"
     )
+    # The remedy differs: here no dp would do, below only the given one is wrong.
     if world_size % model:
         return (
             f"world size {world_size} must be divisible by {sizes} = {model}; start {model} processes or a multiple of "

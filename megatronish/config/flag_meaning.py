@@ -74,10 +74,14 @@ def understand(
     found: Settings, *, name: str, values: tuple[str, ...], spelled: str, typed: bool, is_mock: bool = False
 ) -> None:
     """Add what a flag (or a key, read like a flag) leads to. `is_mock`: made-up tokens stand in for files."""
+    # 1. Spelling: an alias, or the field's own name with dashes. Quotation marks are left over where a script quotes
+    # twice; fields of free text keep theirs.
     field = ALIASES.get(name, name.replace("-", "_"))
     negated = field.removeprefix("no_")
     if typed and field not in VERBATIM:
         values = tuple(map(_without_quotes, values))
+    # 2. In this order, from our own to Megatron-LM's: lists of data sets, fields, switches turned off, flags that are
+    # no fields. Only what is in no table is unknown.
     if name in DATA_LISTS and is_mock:
         found.notes.append(f"{spelled} is idle by --mock-data: made-up tokens stand in for files")
     elif name in DATA_LISTS:
@@ -98,6 +102,8 @@ def _suppose(found: Settings, name: str, *, values: tuple[str, ...], spelled: st
 
     Else complaints that follow from its absence would hide what is to be corrected.
     """
+    # The complaint about the spelling stands already: this only keeps further complaints away, so it yields to any
+    # setting that is really there.
     nearest = nearest_name(name)
     if nearest is None or nearest in ("config", "help"):
         return
@@ -108,9 +114,13 @@ def _suppose(found: Settings, name: str, *, values: tuple[str, ...], spelled: st
 
 def report(found: Settings) -> Settings:
     """Add notes and problems about all recognised flags, those with one reason together; settings that they replace."""
+    # 1. What is done otherwise may set fields. Only now, when all flags are known, as it replaces one value of a field
+    # and no other.
     for each in found.recognised:
         if each.status == "instead" and each.known.settings:
             _replace(found, each)
+    # 2. A feature that is refused has options of its own in most scripts. They join the reason of the feature, so that
+    # one line says it once; if it is not switched on, each has a reason of its own.
     switched_on = {
         each.known.family
         for each in found.recognised
@@ -122,6 +132,7 @@ def report(found: Settings) -> Settings:
         known = each.known
         key = texts[known.family] if known.family in switched_on else (each.status, each.text)
         groups.setdefault(key, []).append(each.spelled)
+    # 3. Idle flags are many in a script of Megatron-LM: with one reason it is said, with several only their names.
     idle = {text: spelled for (status, text), spelled in groups.items() if status == "idle"}
     if len(idle) == 1:
         ((text, spelled),) = idle.items()
@@ -132,6 +143,7 @@ def report(found: Settings) -> Settings:
             f"{len(names)} settings are idle, as no number of the run depends on them here: {', '.join(names)} "
             f"(docs/FLAGS.md has the reasons)"
         )
+    # 4. What trains otherwise is a note that stands out; what is refused ends the start.
     for (status, text), spelled in groups.items():
         if status == "instead":
             found.notes.append(f"NOT AS ASKED: {', '.join(spelled)}: {text}")
@@ -143,6 +155,7 @@ def report(found: Settings) -> Settings:
 def _replace(found: Settings, flag: Recognised) -> None:
     """Put the settings of a flag that is done otherwise in the place of the value that they replace, or of none."""
     for field, value in flag.known.settings:
+        # Only the value that the flag replaces is removed: a field that was set to another one keeps it.
         found.settings[:] = [
             each for each in found.settings if (each.field, each.values) != (field, (flag.known.replaces,))
         ]
@@ -161,6 +174,7 @@ def _without_quotes(value: str) -> str:
 
 
 def _set_field(found: Settings, field: str, *, values: tuple[str, ...], spelled: str, typed: bool) -> None:
+    # 1. Values in our form: a switch without a value is on, and the pair of a window becomes a number.
     if FIELDS[field].type is bool:
         values = tuple(value.lower() for value in values) or ("true",)
     if field == "window_size":
@@ -169,6 +183,8 @@ def _set_field(found: Settings, field: str, *, values: tuple[str, ...], spelled:
             found.invalid.add(field)
             return
         values = window
+    # 2. Values that are Megatron-LM's alone. A refused one is no setting, and the field is invalid: no rule may
+    # complain about its default.
     refusals = [REFUSED_VALUES[field, value] for value in values if (field, value) in REFUSED_VALUES]
     if len(values) > 1 and field in REFUSED_LISTS:
         refusals.append(REFUSED_LISTS[field])
@@ -176,6 +192,7 @@ def _set_field(found: Settings, field: str, *, values: tuple[str, ...], spelled:
         found.problems.append(f"{spelled} is refused: {'; '.join(refusals)}")
         found.invalid.add(field)
         return
+    # 3. Ours: one value there may be several fields here, or the same under another name.
     several = SEVERAL_SETTINGS.get((field, " ".join(values)), ())
     if several:
         found.settings.extend(Setting(name, (value,), spelled, typed) for name, value in several)
@@ -194,6 +211,7 @@ def _window(found: Settings, values: tuple[str, ...], *, spelled: str) -> tuple[
     pair = re.fullmatch(r"\(?\s*(-?\d+)\s*[, ]\s*(-?\d+)\s*\)?", " ".join(values))
     if pair is None:
         return values
+    # -1 is no limit, there. A causal mask has no tokens after, so `after` is 0, or -1 where both sides have no limit.
     before, after = int(pair[1]), int(pair[2])
     if after not in (0, -1) or before < -1 or (after == -1 and before != -1):
         count = "all" if after == -1 else after
@@ -201,6 +219,7 @@ def _window(found: Settings, values: tuple[str, ...], *, spelled: str) -> tuple[
             f"{spelled} lets a token see {count} tokens after itself, and a GPT sees none; use --window-size {before},0"
         )
         return None
+    # Megatron-LM does not count the token itself, our window does.
     return ("None",) if before == -1 else (str(before + 1),)
 
 
@@ -227,6 +246,8 @@ def _read_list(
 def _use(found: Settings, flag: Recognised, *, typed: bool) -> None:
     known, values = flag.known, flag.values
     expects, number = known.num_values, len(values)
+    # A refused flag is refused with any number of values; for every other a wrong number is an error, also where it is
+    # idle.
     if known.status != "refused" and expects is not None and number != expects:
         found.problems.append(f"{flag.spelled} must have {expects or 'no'} value; it has {number}")
     elif known.status != "means" or flag.is_harmless:

@@ -88,9 +88,13 @@ class Hub(NamedTuple):
 
 def hub_name(text: str) -> HubName | None:
     """The name that a text is; None for a path: something or its first folder is there, or it ends like a file."""
+    # 1. What exists here is a path, whatever its name looks like: a run must not change because a repository is
+    # published.
     found = _NAME.fullmatch(text)
     if found is None or os.path.lexists(text) or ".." in text:
         return None
+    # 2. What does not exist may be a misspelled path; the complaint about a missing file is then better than one of the
+    # hub.
     first = text.partition("/")[0]
     if os.path.isdir(first) or first.lower() in _FOLDERS or found[1].endswith(_FILES):
         return None
@@ -110,6 +114,8 @@ def from_hub(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     Of a model to start from, only its description and its tokenizer: `fetch_weights` has the rest.
     """
+    # 1. The model's description and the tokenizer, which the config is read from; weights, which are large, are fetched
+    # once the config is known to be right.
     changed: dict[str, Any] = {}
     notes: list[str] = []
     for field, choose in (("load_hf", described), ("tokenizer_model", tokenizer)):
@@ -117,6 +123,7 @@ def from_hub(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             folder = fetch(name, "model", choose, flag=f"--{field.replace('_', '-')}")
             changed[field] = str(folder)
             notes.append(f"{field}: {name_of(str(folder))}, in {folder}")
+    # 2. Data sets, of chats alone: .bin and .idx files are not read from the hub.
     if given.get("dataset_type") == "chat":
         for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             words = given.get(field) or ()
@@ -142,6 +149,8 @@ def local_tokenizer(text: str | Path, *, flag: str = "--tokenizer-model") -> Pat
 
 def fetch_weights(load_hf: str | None) -> None:
     """Download the weights of a model whose description is in the hub's cache already."""
+    # The path is that of a snapshot, which has the commit in it: the weights come from the same commit as the
+    # description, also when the repository has changed since.
     name = None if load_hf is None or os.path.exists(f"{load_hf}/{_INDEX}") else _NAME.fullmatch(name_of(load_hf))
     if name is not None and not os.path.exists(f"{load_hf}/{_WEIGHTS}"):
         fetch(HubName(*name.groups()), "model", whole, flag="--load-hf")
@@ -154,6 +163,8 @@ def data_files(word: str, field: str, *, is_alone: bool) -> list[str]:
         return [word]
     chosen: list[str] = []
 
+    # Called with all names of the repository, in which the split or the file must be found. Where several paths are
+    # given, each must be one file.
     def choose(files: Sequence[str]) -> list[str]:
         wanted = _of_split(files, field) if name.file is None else [file for file in files if file == name.file]
         if not wanted or (len(wanted) > 1 and not is_alone):
@@ -176,6 +187,7 @@ def _of_split(files: Sequence[str], field: str) -> list[str]:
         split: [file for file in lines if any(word in file.lower() for word in words)]
         for split, words in (("train", ("train",)), *SPLITS.items())
     }
+    # Without any name of a split, all files are taken: none of them is meant for something else.
     if not any(by_split.values()):
         return lines
     return by_split.get(field, by_split["train"])
@@ -204,6 +216,7 @@ def whole(files: Sequence[str]) -> list[str]:
 
 def fetch(name: HubName, kind: RepoType, choose: Choose, *, flag: str) -> Path:
     """Folder of one commit of a repository in the hub's cache, with the chosen files. UserError with a way on."""
+    # 1. The library, which only runs that name a repository need.
     spelled = "@".join(filter(None, (name.repo, name.revision)))
     try:
         import huggingface_hub as library  # only where a name asks for it
@@ -214,22 +227,28 @@ def fetch(name: HubName, kind: RepoType, choose: Choose, *, flag: str) -> Path:
             f"pip install huggingface_hub, or {name.download} where it is, and name that folder"
         ) from error
     hub = Hub(library, constants, errors)
+    # 2. Under the lock of the repository's record: the first rank asks and downloads, those that wait for it find the
+    # answer in the record and the files in the cache.
     try:
         with _record(hub.cache / f".megatronish-{kind}--{name.repo.replace('/', '--')}.json") as record:
             commit, files = _known(record, name) or _asked(hub, record, name, kind)
             try:
                 wanted = choose(files)
+            # `choose` either names the flag itself, or only says what is wrong with the repository.
             except UserError as error:
                 raise UserError(str(error) if str(error).startswith("--") else f"{flag} {spelled} {error}") from error
             return _downloaded(hub, name, kind, commit, wanted)
     except UserError:
         raise
+    # 3. Anything else is an error of the network, the hub or the disk, and becomes one sentence.
     except Exception as error:  # of the library, of the one that it sends requests with, and of the disk
         raise UserError(f"{flag} {spelled} {_why(error, hub, name, kind)}") from error
 
 
 def _known(record: dict[str, Any], name: HubName) -> tuple[str, list[str]] | None:
     """Commit and files that need no question: of a pinned commit, or what another rank has asked."""
+    # A commit never changes. A branch does: its answer counts only within one start, whose ranks must read the same
+    # commit, and the next start asks again.
     found, start = record.get(name.revision or ""), _start()
     if found is None or not (COMMIT.fullmatch(name.revision or "") or (start and found["start"] == start)):
         return None
@@ -251,10 +270,13 @@ def _asked(hub: Hub, record: dict[str, Any], name: HubName, kind: RepoType) -> t
             name.repo, revision=name.revision, repo_type=kind, timeout=_TIMEOUT
         )
     except Exception as error:
+        # Without a network a run continues with what an earlier one has seen. A refusal by the hub is not overruled in
+        # this way.
         if not _is_outage(error, hub) or key not in record:
             raise
         return record[key]["commit"], record[key]["files"]
     found = {"commit": info.sha, "files": _plain(each.rfilename for each in info.siblings or ()), "start": _start()}
+    # Under the commit, too: whoever pins it later needs no question.
     record[key] = record[info.sha] = found
     return info.sha, found["files"]
 
@@ -271,6 +293,7 @@ def _downloaded(hub: Hub, name: HubName, kind: RepoType, commit: str, files: Ite
         raise UserError(f"{name.repo} has none of the files that are read here; name another repository")
     fetched_from = {"revision": commit, "repo_type": kind, "endpoint": hub.url, "cache_dir": hub.cache}
     with ThreadPoolExecutor(4) as threads:
+        # Each file lies in the folder of the snapshot, as many levels below it as its name has slashes.
         paths = threads.map(lambda file: hub.library.hf_hub_download(name.repo, file, **fetched_from), wanted)
         for file, path in zip(wanted, paths, strict=True):
             folder = Path(path).parents[file.count("/")]
@@ -281,16 +304,20 @@ def _downloaded(hub: Hub, name: HubName, kind: RepoType, commit: str, files: Ite
 def _record(path: Path) -> Iterator[dict[str, Any]]:
     """What is known of a repository, {revision: commit and files}; other processes wait meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Opened without truncating, as another process may still read; the lock ends when the file is closed, after the
+    # download.
     with path.open("a+", encoding="utf-8") as file:
         with suppress(OSError):  # a file system without locks: the library has locks of its own
             fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
+        # A process that was killed while it wrote has left half a record: one question more, no failure.
         try:
             record = json.loads(file.read() or "{}")
         except ValueError:
             record = {}
         before = json.dumps(record)
         yield record
+        # Only reached without an error: nothing is kept of a question that failed.
         if json.dumps(record) != before:
             file.truncate(0)
             file.write(json.dumps(record))
@@ -298,6 +325,7 @@ def _record(path: Path) -> Iterator[dict[str, Any]]:
 
 def _is_outage(error: Exception, hub: Hub) -> bool:
     """Whether the hub did not answer, or not with sense."""
+    # A ValueError is the library's for what cannot be a name, which no network changes. Any other error may pass.
     if isinstance(error, hub.errors.HfHubHTTPError):
         return _status(error) >= 500 or _status(error) == 429
     return not isinstance(error, ValueError)
@@ -309,6 +337,8 @@ def _status(error: Exception) -> int:
 
 def _why(error: Exception, hub: Hub, name: HubName, kind: RepoType) -> str:
     """What went wrong, and what to do, in half a sentence."""
+    # The order counts: a gated repository is a RepositoryNotFoundError to the library, errors of HTTP are OSErrors, and
+    # the hub says 401 for what does not exist and for what is private.
     errors, there = hub.errors, hub.url
     other = f"or download it elsewhere with: {name.download}, and name that folder"
     if isinstance(error, errors.GatedRepoError) or _status(error) == 403:

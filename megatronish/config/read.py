@@ -71,6 +71,7 @@ def read_config(
     `needs_files`, data and tokenizer may be elsewhere; `settle_layout` replaces the layout before the check. Prints and
     exits 0 on --help. ConfigError with all problems.
     """
+    # Every source gives settings as text, and not yet as values: a complaint quotes them as the user wrote them.
     line = read_command_line(argv)
     if line.wants_help:
         tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=program, description=DESCRIPTION)
@@ -110,6 +111,7 @@ def _parse(line: CommandLine, *, is_mock: bool) -> Parsed:
     """Values from texts. ConfigError where no value can be read: no file, no plug-in, no model of the hub."""
     path = config_path(line.config_file) if line.config_file is not None else None
     file, flags = _read_file(path, is_mock=is_mock), line.flags
+    # A file that cannot be read ends it here: every field that it sets would be missing, and complain.
     if isinstance(file, str):
         raise ConfigError([file, *flags.problems])
     # Flags override the file, and of settings that exclude each other one is left.
@@ -119,6 +121,7 @@ def _parse(line: CommandLine, *, is_mock: bool) -> Parsed:
     plugins = _imported(merged.settings, problems)
     settings, hidden = with_passwords(merged.settings)
     values, type_errors = _values(settings)
+    # Conflicts are decided by values, as a setting that equals its default is in none.
     settled = settle({name: settings[name] for name in values}, values)
     problems += [*type_errors.values(), *settled.problems, *hidden]
     given, from_where = _downloaded({name: values[name] for name in settled.settings}, problems)
@@ -133,6 +136,8 @@ def _fill(parsed: Parsed, read_start: ReadStart | None, *, world_size: int | Non
     if isinstance(start, str):
         raise ConfigError([start, *parsed.problems])
     defaults = {} if start is None else start.fields(parsed.values)
+    # Over the defaults what that model says, over that what was given. Fields with a complaint hold their defaults, which
+    # no rule may complain about: the user wrote another value.
     config = with_fields(Config(), **defaults | parsed.values)
     derived = derive(config, path=parsed.path, world_size=world_size, invalid=parsed.invalid)
     notes = list(derived.notes)
@@ -164,6 +169,7 @@ def _imported(settings: Mapping[str, Setting], wrong: Sequence[str]) -> list[str
 def _downloaded(given: dict[str, Any], wrong: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Fields with folders in the place of names of the hub, and notes; with errors nothing is fetched."""
     if wrong:
+        # Without the model its fields are at their defaults, and every further complaint about them would be wrong.
         if hub_name(given.get("load_hf") or ""):  # what else is wrong, the model decides
             raise ConfigError(wrong)
         return given, []
@@ -204,6 +210,7 @@ def _read_file(path: Path | None, *, is_mock: bool) -> Settings | str:
     """Settings of the file, or why it cannot be read."""
     if path is None:
         return Settings.empty()
+    # Before it is opened: opening a pipe would block, and a device may never end.
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "no file but a device or a pipe"
         return f"--config {path} is {what}; name a TOML file"
@@ -264,6 +271,7 @@ def _typed(settings: Sequence[Setting]) -> dict[str, Any] | None:
     """{field: value}, or None if a value is not of its field's type."""
     values: dict[str, Any] = {}
     arguments = []
+    # Switches are read here: only `true` and `false` are values, in files as in flags. tyro reads everything else.
     for setting in settings:
         field = FIELDS[setting.field]
         if field.type is bool:
@@ -285,6 +293,7 @@ def _typed(settings: Sequence[Setting]) -> dict[str, Any] | None:
     except SystemExit:
         return None
     read = {name: getattr(found, name) for name in given}
+    # Elements of lists, and names that plug-ins register, are compared with the choices once they are read.
     if not all(FIELDS[setting.field].allows(read[setting.field]) for setting in settings):
         return None
     return read | values

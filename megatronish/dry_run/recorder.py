@@ -52,6 +52,7 @@ LIKE = {  # the same product under another name
 
 def formula_of(packet: Any) -> Callable[..., Any] | None:
     """What counts an operator's FLOPs from its arguments; in place or not, a product has the same."""
+    # A formula belongs to one operator; forms in place have the underscore in addition, and fused ones another name.
     if (found := flop_registry.get(packet) or OWN_FORMULAS.get(packet)) is not None:
         return found
     name = packet.__name__.removesuffix("_")
@@ -88,15 +89,18 @@ RANDOM_STATE = "attention"  # SDPA's seed and offset are numbers on the CPU, whi
 
 def refuse_mixed_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """RuntimeError if an operator has tensors of several devices and torch's kernels would not take them."""
+    # 1. Most operators have tensors of one device. Copies between two, and collectives, are what moves them.
     tensors = list(_tensors((args, kwargs)))
     devices = {each.device for each in tensors}
     packet = func._overloadpacket
     if len(devices) < 2 or func.namespace in ("c10d", "prim") or packet in MOVING:
         return
+    # 2. Indices may be on the CPU, as torch copies them; what is indexed and what is written there must be together.
     if packet in WITH_INDICES_ON_CPU and args[0].device.type != "cpu":
         others = [args[0], *args[2:3]]
         if len({each.device for each in others if isinstance(each, Tensor) and each.dim()}) == 1:
             return
+    # 3. A tensor without dimensions on the CPU may stand for a number, but only where the kernel takes one.
     numbers = [each for each in tensors if each.dim() == 0 and each.device.type == "cpu"]
     rest = {each.device for each in tensors if not any(each is number for number in numbers)}
     if len(rest) == 1 and _takes_numbers(func, args, numbers):
@@ -112,6 +116,7 @@ def _takes_numbers(func: Any, args: tuple[Any, ...], numbers: list[Tensor]) -> b
         return True
     if name.startswith("_foreach_"):  # of two lists, each element with its own; a tensor that is in no list is a number
         return func._overloadname == "Tensor" and all(any(each is arg for arg in args) for each in numbers)
+    # What is written in place is no number to a kernel.
     is_written = name.endswith("_") and any(args[0] is each for each in numbers)
     return (torch.Tag.pointwise in func.tags or packet in TAKES_NUMBERS) and not is_written
 
@@ -135,7 +140,7 @@ COLLECTIVES = {
     "recv_": "receive",
 }
 FROM_HOST = {"world", "dp", "checkpoint"}  # axes of the mesh that move what is not on a GPU, too
-# Files that read what is 0 or False where all goes well. Of what origin.py reads it means the opposite: it has a look.
+# Files that read what is 0 or False where all goes well. To nan_origin.py False says "not finite": it has a look.
 SOUND = {"train/hooks/replicas.py", "engine/checkpoint_state.py", "engine/nan_origin.py", "inference/generate.py"}
 
 
@@ -183,6 +188,8 @@ class StepRecorder(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Meanwhile operators are recorded, and lists of tensors and sizes of storages, which pass no operator."""
+        # Two ways around the dispatcher: memory is given back and taken by resizing a storage (gradients,
+        # `fully_shard`), and tolist reads values.
         resize, to_list = torch.UntypedStorage.resize_, FakeTensor.tolist
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -207,6 +214,8 @@ class StepRecorder(TorchDispatchMode):
     ) -> Any:
         """One operator: counted, answered here or run on tensors without memory."""
         packet = func._overloadpacket
+        # 1. What is no operator of the step: questions about a device, wrappers around other tensors, operators that
+        # are run by parts. Their parts come back here and are counted there.
         if packet is prim.device:
             return func(*args)
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -218,14 +227,17 @@ class StepRecorder(TorchDispatchMode):
         if packet is aten.matmul:  # in a reference, below autograd, which takes it apart elsewhere
             with self:
                 return func.decompose(*args, **kwargs)
+        # 2. Before it runs: what a GPU would refuse, what is sent, and whether the host would wait for the result.
         self._counts.operators += 1
         refuse_mixed_devices(func, args, kwargs)
         if func.namespace == "c10d":
             self._see_exchange(packet.__name__, args)
         elif func.namespace == "aten":
             self._see_wait(packet, args, kwargs)
+        # 3. Run on tensors without memory, or answered: fake tensors raise where a result depends on values.
         answer = self._answer(packet, args, kwargs)
         out = func(*args, **kwargs) if answer is None else answer.value
+        # 4. FLOPs. A product without a formula is listed, as 0 would make every throughput too high without a sign.
         formula = formula_of(packet)
         if formula is not None:
             # Products that return another dtype than their operands' have it as a third argument.
@@ -233,6 +245,7 @@ class StepRecorder(TorchDispatchMode):
             self._counts.flops[packet.__name__] += formula(*operands, **kwargs, out_val=out)
         elif is_product(packet.__name__):
             self._counts.uncounted[packet.__name__] += 1
+        # 5. Memory: results whose storage is new are allocations; views and results in place are known to the ledger.
         if isinstance(out, Tensor):
             self.ledger.note(out, packet.__name__)
         elif isinstance(out, tuple | list):
@@ -247,6 +260,8 @@ class StepRecorder(TorchDispatchMode):
         before = flops.copy()
         with self:
             out = reference.run(*args, **kwargs)
+        # Of attention with dropout only the largest blocks run here; the FLOPs of all blocks are in proportion to
+        # theirs.
         if reference.times is not None:
             times = reference.times(*args, **kwargs)
             for name, value in flops.items():
@@ -262,6 +277,8 @@ class StepRecorder(TorchDispatchMode):
         )
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         traffic = TrafficKey(axis, COLLECTIVES.get(name, name))
+        # Groups of gloo move tensors of the CPU, those of NCCL tensors of the GPU; on a GPU this call would fail or
+        # hang.
         kinds = {each.device.type for each in tensors}
         strange = kinds - {self.ledger.device_type}
         if strange and (axis not in FROM_HOST or len(kinds) > 1):
@@ -270,10 +287,12 @@ class StepRecorder(TorchDispatchMode):
                 f"only moves tensors on {self.ledger.device_type}"
             )
         self._counts.calls[traffic] += 1
+        # The largest tensor is the whole one: of a gather its output, of a reduce-scatter its input.
         self._counts.sent[traffic] += max((each.numel() * each.element_size() for each in tensors), default=0)
 
     def _see_wait(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Whether the host waits: for a value, a size, or a copy between the device and memory that is not pinned."""
+        # 1. A value or a size: the host waits only if it is the device's.
         if packet in WAITING:
             if args[0].device.type == self.ledger.device_type:
                 self.wait(packet.__name__)
@@ -282,6 +301,7 @@ class StepRecorder(TorchDispatchMode):
             if any(each is not None and each.device.type == "cpu" for each in args[1]):
                 self.wait("copy of the indices")
             return
+        # 2. Copies between host and device: without non_blocking the host waits for everything before them.
         ends: set[str] = set()
         if packet is aten._to_copy and kwargs.get("device") is not None:
             ends = {kwargs["device"].type, args[0].device.type}
@@ -308,6 +328,8 @@ class StepRecorder(TorchDispatchMode):
         return None
 
     def _value(self, dtype: torch.dtype) -> bool | int | float:
+        # Truth values are True (norms are finite, tensors agree), so that a step succeeds; what files of SOUND read is
+        # the opposite.
         is_sound = _call_site().split(":")[0] in SOUND
         if dtype == torch.bool:
             return not is_sound
@@ -320,6 +342,7 @@ def _nested(shape: Sequence[int], value: Any) -> Any:
 
 def _call_site() -> str:
     """`file:line function` of the innermost line of the package that is no part of the dry run."""
+    # Frames of torch and of the dry run lie between: the innermost line of the run itself is what a reader can change.
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

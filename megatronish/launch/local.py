@@ -90,6 +90,8 @@ def launch(
     that are children of this process, which a single one then is, too; other launchers have restarts of their own. The
     disk of the logs has `patience` seconds to answer.
     """
+    # 1. What is this process? A rank of another launcher has a place in its environment; a single rank without restarts
+    # needs no other process. Everything else forks.
     restarts = restarts or Restarts()
     place = place_from_environment()
     if place is None:
@@ -101,6 +103,8 @@ def launch(
         ranks: dict[str, Any] = {"world_size": world_size, "log_dir": log_dir, "interactive": interactive}
         return run_local_ranks(function, **ranks, restarts=restarts, patience=patience)
 
+    # 2. A rank of another launcher, which knows nothing of the layout: too few or too many ranks would wait for each
+    # other in the first collective, so each compares the numbers before it meets them.
     def checked(place: Place) -> int:
         if place.world_size != world_size:
             raise UserError(
@@ -128,6 +132,8 @@ def run_local_ranks(
     patience: float = DISK_SECONDS,
 ) -> int:
     """Start `world_size` ranks on this machine, wait for them, tell the first failure; the exit status of the run."""
+    # Before the first fork: ranks share what is imported here, and each attempt of a restart starts as quickly as the
+    # first.
     with importing():
         for module in WARM:
             importlib.import_module(module)
@@ -136,6 +142,8 @@ def run_local_ranks(
     launch, begin = uuid.uuid4().hex, time.monotonic()
     while True:
         attempt = _attempt(ranks, launch, begin)
+        # A process that waits for a disk may keep GPU memory and the lock of the run folder: a restart next to it would
+        # fail, so it waits until that process has ended, or there is none.
         if attempt.stuck and not _ended_later(attempt.stuck, waits=restarts.most > 0 and not attempt.was_asked_to_end):
             return attempt.status
         if attempt.was_asked_to_end or not restarts.again(attempt.status, attempt.sentence):
@@ -171,6 +179,7 @@ def _attempt(wanted: _RanksToStart, launch: str, begin: float) -> _Attempt:
     pulses = pulses_of_children(world_size, start_method)
     stuck: tuple[LocalRank, ...] = ()
     forwarded = _forwarded_signals(ranks, ignores_interrupts=interactive)
+    # A folder for each attempt: ranks that meet by a file must not find what those of a failed attempt have written.
     with meeting_folder() as folder, forwarded as received:
         try:
             with _signals_held():
@@ -181,13 +190,17 @@ def _attempt(wanted: _RanksToStart, launch: str, begin: float) -> _Attempt:
                     report, writer = context.Pipe(duplex=False)
                     process = context.Process(target=_be_rank, args=(function, place, log_dir, patience, writer))  # type: ignore[attr-defined]
                     process.start()
+                    # Only the rank may hold the writing end: its death is then seen as the end of the pipe, and the
+                    # ranks that are forked later do not inherit a copy.
                     writer.close()
                     ranks.append(LocalRank(place, process, report))
             failed = _wait_for_failures(ranks, pulses)
+        # Whatever happened here, an error of this process included: no rank outlives the attempt.
         finally:
             stuck = _end(ranks)
         # Before the folder is removed: its disk may be the one that does not answer.
         asked = any(signum in _ENDING for signum in received)
+        # The second Ctrl-C killed the ranks by the user's wish: no rank is a culprit, and there is nothing to report.
         if received.count(signal.SIGINT) > 1:
             return _Attempt(128 + signal.SIGINT, "", True, stuck)
         return _Attempt(*_tell(failed, received), asked, stuck) if failed else _Attempt(0, "", asked, stuck)
@@ -210,6 +223,7 @@ class LocalRank:
         try:
             if self._ending is None and self._is_open and self.report.poll():
                 self._ending = self.report.recv()
+        # The rank is dead and has said nothing. From here on its pipe is always readable, so `signs` leaves it out.
         except (EOFError, OSError):
             self._is_open = False
         return self._ending
@@ -239,10 +253,12 @@ def _be_rank(
     function: Callable[[Place], int], place: Place, log_dir: Path | None, patience: float, report: Connection
 ) -> None:
     """The main function of a local rank: set up the process, run, report the ending, exit."""
+    # 1. Signals, inherited from the launcher: its handlers must not run in a rank, and they were held during the fork.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the launcher says what it means
     for signum in FORWARDED[1:]:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    # 2. The process, before any work: from here on it cannot become an orphan, and it has its own number of threads.
     _die_with_launcher()
     meet_on_loopback()
     _use_threads(place)
@@ -250,6 +266,8 @@ def _be_rank(
     if log_dir is None:
         sys.stdout.flush()
         sys.stderr.flush()
+    # 3. The report before the exit: peers fail when the sockets of this rank close, and the launcher compares the
+    # times.
     report.send(ending._replace(message=ending.message and _shortened(ending.message)))
     os._exit(ending.status)  # waits for no thread and no peer; sockets close now, not before
 
@@ -304,15 +322,19 @@ def _wait_for_failures(ranks: Sequence[LocalRank], pulses: Pulses | None) -> lis
     """
     deadline, finish, stopped = None, None, Counter[int]()
     guard = None if pulses is None else Guard(pulses)
+    # Each turn looks at everything again: `wait` at its end only says that something has changed, or that it is time.
     while running := [rank for rank in ranks if rank.process.exitcode is None]:
         if deadline is None and (failed := [rank for rank in ranks if rank.has_failed]):
             # gloo aborts where ranks differ, and the others then say in what; that is worth the wait.
             aborted = any(rank.process.exitcode == -signal.SIGABRT for rank in failed)
             deadline = time.monotonic() + (ABORT_SECONDS if aborted else GRACE_SECONDS)
+        # A report about the whole run names the culprit already; ranks that failed otherwise add nothing to it.
         if deadline is not None and any(rank.ending is not None and rank.ending.is_of_run for rank in ranks):
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if all(rank.has_failed for rank in ranks if rank.ending is not None and rank.ending.is_of_run):
                 break
+        # Ranks end together, after the last barrier. One that still runs long after another has finished waits for no
+        # peer: it is stopped by a signal, or its disk hangs.
         if finish is None and any(rank.process.exitcode == 0 for rank in ranks):
             finish = time.monotonic() + FINISH_SECONDS
         if deadline is None and finish is not None and (late := _late(ranks, stopped, finish)):
@@ -320,12 +342,15 @@ def _wait_for_failures(ranks: Sequence[LocalRank], pulses: Pulses | None) -> lis
                 rank.late = why
             break
         left = None if deadline is None else deadline - time.monotonic()
+        # A rank that hangs is reported by the watchdog of any rank. The guard is for the case that all of these are
+        # silent, too; after a failure it has nothing to add.
         if (left is not None and left <= 0) or (deadline is None and guard is not None and _are_silent(ranks, guard)):
             break
         # A helper process of a dead rank can keep its sentinel silent, so it is checked every half second.
         signs = [sign for rank in running for sign in rank.signs]
         if not wait(signs, timeout=LOOK_SECONDS if left is None else left) and finish is not None:
             pids = [rank.process.pid for rank in running if rank.process.pid is not None]
+            # Numbers of looks in a row: a process that was not stopped this time is not counted any longer.
             stopped = Counter({pid: stopped[pid] + 1 for pid in pids if is_stopped(pid)})
     return [rank for rank in ranks if rank.has_failed]
 
@@ -355,6 +380,7 @@ def _late(ranks: Sequence[LocalRank], stopped: Mapping[int, int], finish: float)
 
 def _end(ranks: Sequence[LocalRank]) -> tuple[LocalRank, ...]:
     """End what still runs: kindly, then for sure. Returns ranks that did not end: they wait for a disk."""
+    # In a run that hangs SIGTERM helps little: ranks that could react have left by themselves.
     hangs = any(rank.ending is not None and rank.ending.is_of_run for rank in ranks)
     _send(ranks, signal.SIGTERM)
     _join(ranks, HANG_LEAVE_SECONDS if hangs else LEAVE_SECONDS)
@@ -391,14 +417,17 @@ def _ended_later(stuck: Sequence[LocalRank], *, waits: bool) -> bool:
 
 def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, str]:
     """Print what the culprit has to say, and nothing else; the exit status of the run, and what was printed."""
+    # 1. The first cause. The other failed ranks lost their peer, or were ended by the launcher.
     culprit = min(failed, key=lambda rank: _order(rank.ending))
     ending = culprit.ending
     code = culprit.process.exitcode or 0
+    # 2. Not a failure: the rank died of a signal that came to the launcher and was sent on, before it could save.
     asked = next((signum for signum in received if _meaning(signum) == -code), None)
     if ending is None and asked is not None:
         sentence = f"stopped by {signal.Signals(asked).name} before it could save"
         say(sentence)
         return 128 + asked, sentence
+    # 3. What a silent rank cannot say itself is derived from its exit code: below zero it is the number of a signal.
     status, message = (1, None) if ending is None else (ending.status, ending.message)
     if ending is None and culprit.late:
         message = culprit.late
@@ -443,6 +472,8 @@ def _forwarded_signals(ranks: Sequence[LocalRank], *, ignores_interrupts: bool) 
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         received.append(signum)
+        # Ctrl-C comes as SIGTERM to the ranks, which save and leave; who presses it again does not want to wait for
+        # that.
         if received.count(signal.SIGINT) > 1:
             _send(ranks, signal.SIGKILL)
             return
@@ -453,6 +484,7 @@ def _forwarded_signals(ranks: Sequence[LocalRank], *, ignores_interrupts: bool) 
     # A job in the background of a shell ignores Ctrl-C and continues to.
     heard = [signum for signum in FORWARDED if signal.getsignal(signum) is not signal.SIG_IGN]
     before = {signum: signal.signal(signum, forward) for signum in heard}
+    # After `before` has noted the caller's handler, which comes back at the end.
     if ignores_interrupts:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -55,6 +55,8 @@ def make_route(choices: Tensor, *, num_experts: int, ep: Axis, sizes: RouteSizes
 
     A choice of `num_experts` is dropped: it goes nowhere. `sizes` are those of an earlier route of the same choices.
     """
+    # 1. Rows by expert. A stable sort, so that the order of equal experts is that of the tokens: the same on every run.
+    # Choices of `num_experts`, dropped, come last.
     flat = choices.reshape(-1)
     # int16 sorts three times as fast as int64.
     experts, order = flat.to(torch.int16 if num_experts <= 2**15 else torch.int32).sort(stable=True)
@@ -65,6 +67,8 @@ def make_route(choices: Tensor, *, num_experts: int, ep: Axis, sizes: RouteSizes
         ends = torch.searchsorted(experts, numbers, right=True)
         sizes = _exchange_counts(ends.diff(prepend=ends.new_zeros(1)), ep)
     local_order = local_inverse = None
+    # 2. What arrives is sorted by source, then by local expert. `arriving` says how many rows each pair has, so the
+    # expert of each row is known without sending it.
     if ep.size > 1:
         local = torch.arange(num_experts // ep.size, device=flat.device, dtype=torch.int16).repeat(ep.size)
         expert_of_row = local.repeat_interleave(sizes.arriving.reshape(-1), output_size=sum(sizes.received))
@@ -93,9 +97,11 @@ def dispatch(x: Tensor, route: TokenRoute, *, ep: Axis) -> Tensor:
 
 def combine(rows: Tensor, weights: Tensor, route: TokenRoute, *, ep: Axis) -> Tensor:
     """[N', D], [T, K] -> [T, D]: the rows of a token on its own rank, weighted and added in the order it chose."""
+    # The steps of `dispatch` in reverse order, each by its inverse.
     if route.local_order is not None:
         rows = _Permute.apply(rows, route.local_inverse, route.local_order)
     rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.received, received=route.sizes.sent)
+    # Dropped choices were never sent: they come last in `order`, and add zeros to their token.
     if num_dropped := weights.numel() - rows.shape[0]:
         rows = torch.cat([rows, rows.new_zeros(num_dropped, rows.shape[1])])
     return _WeightedSum.apply(rows, weights, route.order, route.inverse)
@@ -155,9 +161,12 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         rows, weights, order, inverse = ctx.saved_tensors
+        # Row i of the sorted order is choice order[i], of token order[i] // K: its gradient is that token's dy, times
+        # its weight below.
         drows = grads[0].index_select(0, order // weights.shape[1])  # [T K, D]
         dweights = None
         if ctx.needs_input_grad[1]:
+            # Before the weights are multiplied in, as drows is still dy here: d weight = row . dy.
             dweights = (rows * drows).sum(-1, dtype=weights.dtype).index_select(0, inverse).view_as(weights)
         drows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1).to(drows.dtype))
         return drows, dweights, None, None

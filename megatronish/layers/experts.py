@@ -115,6 +115,7 @@ class StackedLinear(LinearLayer):
         """[N, in] -> [N, out], each row with the weight of its group."""
         adapter = self.adapter
         rows = rows if adapter is None else adapter.scaled_input(rows, groups)
+        # One object for this forward and its backward, deferred or not: it knows how many rows each expert has.
         product = self.grouped.of(groups, self.weight.shape)
         queue, sum_of = self.weight_gradients, self.sum_of
         y = linear(rows, self.weight, None, product=product, tp=ALONE, weight_gradients=queue, sum_of=sum_of)

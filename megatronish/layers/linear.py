@@ -126,12 +126,15 @@ class RowParallelLinear(LinearLayer):
         adapter = self.adapter
         if adapter is None:
             return self._reduced(x)
+        # IA3 of a row-parallel layer multiplies its inputs, so before the product; LoRA and scales of outputs come
+        # after it.
         x = adapter.scaled_input(x)
         return adapter(x, self._reduced(x), drop)
 
     def _reduced(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
             return self.multiply(x, self.bias, tp=ALONE)
+        # The bias after the reduction, once: in the product each rank of tp would add it to its term of the sum.
         y = self.multiply(x, None, tp=ALONE)
         reduce = comm.reduce_scatter_to_sequence if self.tp.cuts_sequence else comm.reduce_from
         y = reduce(y, self.tp.axis)
@@ -182,6 +185,7 @@ def linear(
     The matrix product of a column-parallel layer; with a `tp` of one rank, of any layer. Autograd's own `F.linear` is
     the fast path where there is nothing to overlap, to defer or to exchange.
     """
+    # A weight that is frozen has no gradient to defer or to add up.
     gives_to_autograd = (weight_gradients is None and sum_of is None) or not weight.requires_grad
     if product is DENSE and tp.size == 1 and gives_to_autograd:
         return F.linear(x, weight, bias)
@@ -231,12 +235,15 @@ class _Linear(torch.autograd.Function):
         # The terms are summed over tp, to [S, B, in] or to [S/tp, B, in], while the weight's gradient is computed.
         start_reduction = comm.start_reduce_scatter if tp.cuts_sequence else comm.start_all_reduce
         reducing = start_reduction(dx, tp.axis)
+        # Three ways out for the weight's gradient: to autograd, into the sum of the bucket, or into the queue of a W
+        # action. Autograd gets None in the last two.
         dweight = None
         if whole is not None and ctx.sum_of is None:
             dweight = product.weight_gradient(dy, whole)  # [out/tp, in]
         elif whole is not None:
             product.add_weight_gradient(ctx.sum_of(ctx.parameter), dy, whole)
         dbias = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
+        # x as it was saved, cut over the sequence: the queue gathers it only while it computes.
         if learns and not at_once:
             ctx.weight_gradients.defer(ctx.parameter, dy, x, axis=tp.sequence_axis, product=product)
         return reducing.wait(), dweight, dbias, None, None, None, None

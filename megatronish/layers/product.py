@@ -66,6 +66,7 @@ class DenseProduct(Product):
 
     def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
         """Add dy^T x to the sum in place; a product in half precision is rounded first, as autograd rounds it."""
+        # In one dtype, addmm_ needs neither memory for the product nor another pass over the sum.
         if dy.dtype == total.dtype:
             total.addmm_(dy.flatten(0, -2).t(), x.flatten(0, -2))
         else:

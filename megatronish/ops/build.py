@@ -50,6 +50,7 @@ def accesses_of(cubin: bytes) -> dict[str, Accesses]:
         if not name.startswith(".text."):
             continue
         accesses = found[name.removeprefix(".text.")] = Accesses(Counter(), Counter())
+        # Opcode in bits 0 to 11, width in bits 73 to 75 of an instruction: of the high word these are bits 9 to 11.
         for low, high in struct.iter_unpack("<QQ", code):
             kind = {LOAD: accesses.loads, STORE: accesses.stores}.get(low & OPERATION)
             if kind is not None:
@@ -59,6 +60,7 @@ def accesses_of(cubin: bytes) -> dict[str, Accesses]:
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the sections of a 64-bit ELF file."""
+    # ELF64: the header has where section headers begin, their size and number, and which of them has the names.
     (place,) = struct.unpack_from("<Q", elf, SECTIONS)
     size, number, of_names = struct.unpack_from("<HHH", elf, OF_SECTIONS)
     # Each header begins with the place of its name among names, and has at 24 and 32 the place and size of its content.
@@ -102,6 +104,7 @@ class Kernel(NamedTuple):
     @property
     def is_narrow(self) -> bool:
         """Whether it is made for vectors of 16-bit elements, and stores or loads none at once."""
+        # Judged by the demangled name. Of 16-bit elements a kernel without vectors would move two bytes at a time.
         if not re.search(r"<.*\b(Half|BFloat16)\b", self.name) or NOT_BY_VECTORS.search(self.name):
             return False
         stores = not STORES_NO_ROW.search(self.name)
@@ -112,6 +115,7 @@ def build_cuda(output: Path) -> list[Kernel]:
     """Compile the shared library of all CUDA kernels to `output`; return the resources of each kernel."""
     nvcc, torch = find_nvcc(), find_torch()
     plain = [find_compiler(), *_common(), TARGET_TORCH, *WARNINGS, "-fPIC", "-fvisibility=hidden", "-c"]
+    # bindings.cpp is host code: it sees torch's stable interface alone, so that the library outlives this torch.
     objects = _compile(dict.fromkeys(kernel_sources(), _cuda(ARCHITECTURES)) | {SOURCES / "bindings.cpp": plain})
     # torch_cuda is found through torch, where there is one: it may not be named, as builds for the CPU lack it.
     libraries = ["-ltorch_cpu", "-lc10", "-Xlinker", "--no-as-needed,-ltorch,--no-undefined,-z,now"]
@@ -132,12 +136,14 @@ def _common() -> list[str]:
 def _cuda(wanted: Sequence[int]) -> list[str]:
     """nvcc with its flags: machine code for what it knows of the wanted architectures, and PTX."""
     nvcc = find_nvcc()
+    # A toolkit drops old architectures and lacks new ones: what it knows is compiled, and PTX covers the rest.
     known = _run([nvcc, "--list-gpu-code"]).split()
     architectures = [number for number in wanted if f"sm_{number}" in known]
     if not architectures:
         raise BuildError(f"{nvcc} knows none of sm_{', sm_'.join(map(str, wanted))}: a newer CUDA toolkit does")
     older = [number for number in OLDER if f"sm_{number}" in known]
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
+    # PTX of the oldest known for GPUs before our list, of the newest for those that come later; drivers compile it.
     targets += [f"-gencode=arch=compute_{number},code=compute_{number}" for number in (*older[:1], architectures[-1])]
     host = f"-Xcompiler={','.join(('-fPIC', '-fvisibility=hidden', *WARNINGS[:2]))}"
     return [nvcc, *_common(), *targets, host, "-Werror", "all-warnings", "-lineinfo", "-Xptxas", "-v", KEEP, "-c"]
@@ -160,6 +166,8 @@ def build_emulated(sources: Sequence[Path] = (), *, bindings: bool = True) -> Pa
         "--param",
         "tsan-instrument-func-entry-exit=0",
     ]
+    # Compiled as C++ with the thread sanitizer's calls at each access, which the emulator's checker receives. The
+    # emulator itself and the bindings are not watched.
     kernels = [*common, "-fsanitize=thread", *as_written, "-x", "c++", "-c"]
     commands = dict.fromkeys(sources or kernel_sources(), kernels)
     commands |= {path: [*common, "-c"] for path in sorted(EMULATOR.glob("*.cpp"))}
@@ -168,6 +176,7 @@ def build_emulated(sources: Sequence[Path] = (), *, bindings: bool = True) -> Pa
         commands[SOURCES / "bindings.cpp"] = [*common, TARGET_TORCH, "-DMEGATRONISH_EMULATED", "-c"]
         libraries += [f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
     objects = _compile(commands)
+    # Named by its inputs, so one that exists is complete and current; a test that needs it compiles nothing.
     output = _cache() / f"emulated-{_hash(str(path) for path in objects)}.so"
     if not output.exists():
         _link([find_compiler(), "-shared"], objects, [*libraries, "-Wl,--no-undefined", "-Wl,-z,now"], output)
@@ -235,6 +244,7 @@ def table(kernels: Iterable[Kernel]) -> str:
         {each.architecture for found in by_name.values() for each in found}, key=lambda name: int(name[3:])
     )
     lines = [f"registers on {', '.join(architectures)}; bytes of static shared memory, spilled, of a load, of a store"]
+    # A kernel is as good as its worst architecture: the most memory, the narrowest access.
     for name, found in sorted(by_name.items()):
         registers = {each.architecture: each.registers for each in found}
         columns = "".join(f"{registers.get(architecture, 0):>4}" for architecture in architectures)
@@ -259,6 +269,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     print(table(kernels))
+    # These two make a build fail, as both are silent at run time and slow.
     spilled = sorted({each.name for each in kernels if each.spill_bytes})
     narrow = sorted(f"{each.name} on {each.architecture}" for each in kernels if each.is_narrow)
     print(f"{output}: {len({each.name for each in kernels})} kernels, {len(spilled)} of them spill registers")
@@ -295,6 +306,8 @@ def _cache() -> Path:
 
 def _compile(commands: dict[Path, list[str]]) -> list[Path]:
     """{source: command without its file names} -> object files, with the compiler's output in a .log next to it."""
+    # All headers count for every object: a few seconds of compilation too many, and no list of dependencies that may be
+    # wrong.
     headers = [path.read_text() for path in sorted(SOURCES.rglob("[!.]*.h"))]
     torch = (find_torch() / "version.py").read_text()
 
@@ -303,16 +316,20 @@ def _compile(commands: dict[Path, list[str]]) -> list[Path]:
         key = _hash([*command, _version(command[0]), torch, str(source), source.read_text(), *headers])
         output = _cache() / f"{source.stem}-{key}.o"
         if not output.exists():
+            # Next to its final place and then renamed: a build that is killed, or a second one at the same time, leaves
+            # no half object.
             with tempfile.TemporaryDirectory(dir=output.parent) as folder:
                 fresh = Path(folder) / output.name
                 kept = ["--keep-dir", folder] if KEEP in command else []
                 said = _run([*command, *kept, str(source), "-o", str(fresh)])
+                # The log and the machine code before the object, as the object says that all of it is there.
                 output.with_suffix(".log").write_text(said)
                 for cubin in Path(folder).glob("*.cubin"):  # dropout.compute_90.cubin
                     cubin.replace(_cubin_of(output, cubin.name.split("_")[-1].removesuffix(".cubin")))
                 fresh.replace(output)
         return output
 
+    # A large file that starts last would be compiled alone at the end.
     longest_first = sorted(commands.items(), key=lambda item: item[0].stat().st_size, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(compile_one, longest_first))
@@ -325,6 +342,7 @@ def _link(
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         fresh = Path(folder) / output.name
         _run([*linker, "-o", str(fresh), *map(str, objects), *libraries])
+        # After the last section, where no loader looks: by it an import sees that sources have changed since.
         with fresh.open("ab") as file:
             file.write(ending.encode())
         fresh.replace(output)
@@ -345,6 +363,7 @@ def _widths(output: Path) -> dict[tuple[str, str], tuple[int, int]]:
 
 def _kernels(log: str, widths: Mapping[tuple[str, str], tuple[int, int]]) -> list[Kernel]:
     """The resources of each kernel, parsed from the output of `-Xptxas -v`."""
+    # ptxas writes two lines a kernel and architecture; `.*?` takes the first numbers that follow the name.
     entry = re.compile(
         r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers([^\n]*)",

@@ -79,12 +79,15 @@ def _at(piece: Piece | FlatPiece, index: tuple[int, ...]) -> Piece | FlatPiece:
     if not index:
         return piece
     stack = len(index)
+    # Offsets of one matrix of the piece in the global tensor; sizes 1 in the dims of the stack, so that it still is a
+    # rectangle of the same dims.
     offset = (
         *(start + place for start, place in zip(piece.global_offset, index, strict=False)),
         *piece.global_offset[stack:],
     )
     sizes = (*(1 for _ in index), *piece.sizes[stack:])
     if isinstance(piece, FlatPiece):
+        # Matrices of a flat piece lie one behind the other, the last dim of the stack fastest.
         number = 0
         for place, size in zip(index, piece.sizes, strict=False):
             number = number * size + place
@@ -98,6 +101,8 @@ def _at(piece: Piece | FlatPiece, index: tuple[int, ...]) -> Piece | FlatPiece:
 
 def matrices_of(name: str, sharding: Sharding) -> Iterator[Matrix]:
     """The matrices of a parameter: one for each section of a fused one (q, k, v; gate, up), or each of a stack."""
+    # Each section of a fused weight is a layer of its own: orthogonalised as one matrix, queries would be mixed with
+    # keys.
     *stack, rows, columns = sharding.shape
     cut = next((cut for cut in sharding.cuts if cut.sections), None)
     if cut is None:
@@ -135,6 +140,8 @@ class Round(NamedTuple):
 
 def deal(matrices: Sequence[Matrix], *, num_ranks: int, most: int = MOST_AT_ONCE) -> Iterator[Round]:
     """Rounds of at most `most` buffer elements (or one matrix a rank), the largest matrices first."""
+    # Owners take turns: num_ranks matrices of nearly equal size share a span of the rows, as wide as the first of them.
+    # All ranks compute the same rounds, so they are communicated nowhere.
     largest_first = sorted(matrices, key=lambda matrix: -matrix.num_elements)
     begin = 0
     for number, width in round_sizes([each.num_elements for each in largest_first], num_ranks=num_ranks, most=most):
@@ -165,6 +172,8 @@ class MatrixDistribution:
             self._num_ranks, self._rank = self._num_ranks * axis.size, self._rank * axis.size + axis.rank
         matrices = [each for name, sharding in masters.shardings.items() for each in matrices_of(name, sharding)]
         self.rounds = list(deal(matrices, num_ranks=self._num_ranks, most=most))
+        # A parameter of which this rank keeps nothing has no pieces here; the rank takes part in its rounds all the
+        # same.
         self._pieces = {
             matrix: [
                 part
@@ -352,6 +361,7 @@ class Muon:
         """Subtract the updates of this rank's pieces, read from the buffer [ranks, width] of the round."""
         scale = SCALES[self._config.muon_scale_mode]
         for slot in round_.slots:
+            # By the whole matrix's shape, never by that of a piece.
             factor = learning_rate * self._config.muon_extra_scale_factor * scale(*slot.matrix.shape)
             for piece, place in distribution.pieces(slot, buffer):
                 master = self._masters[slot.matrix.name]

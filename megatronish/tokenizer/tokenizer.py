@@ -118,30 +118,37 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path) -> None:
+        # 1. The model. Its true size is kept, as `vocab_size` may be widened later and ids beyond it have no piece.
         try:
             with library_errors("its library fails"):
                 self._model = sentencepiece.SentencePieceProcessor(model_file=str(ordinary(path)))
         except (OSError, ValueError) as error:
             raise UserError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
         self._own_size = self.vocab_size = self._model.get_piece_size()
+        # 2. The end of a document: the model's own, or a piece of a usual name.
         self.eod = self._model.eos_id()
         if self.eod < 0:
             self.eod = _find_eod(self._id_of, path)
+        # 3. Markup of `encode_marked`: control pieces, the longest first, as one name may begin with another.
         controls = [self._model.id_to_piece(token) for token in range(self._own_size) if self._model.is_control(token)]
         longest_first = sorted(controls, key=len, reverse=True)
         self._markup = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")  # (?!) is nowhere
+        # 4. A true U+2581 as three byte pieces, where the model has them. A model that adds a space before texts would
+        # add one to each part, so there text keeps the library's reading.
         self._space_mark = [self._id_of(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         adds_prefix = self._model.encode("a", out_type=str)[0].startswith(SPACE_MARK)
         self._spells_space_mark = None not in self._space_mark and not adds_prefix
 
     def _id_of(self, piece: str) -> int | None:
         token = self._model.piece_to_id(piece)
+        # The library returns the unknown piece's id for what it does not know.
         return token if self._model.id_to_piece(token) == piece else None
 
     def encode(self, text: str) -> list[int]:
         _check_unicode(text)
         if SPACE_MARK not in text or not self._spells_space_mark:
             return list(self._model.encode(text))
+        # Between two parts lies one U+2581, which each of the byte pieces spells.
         first, *others = self._model.encode(text.split(SPACE_MARK))
         return [*first, *(token for part in others for token in (*self._space_mark, *part))]
 
@@ -154,6 +161,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        # Ids of a wider vocabulary have no piece, and the library would raise.
         return str(self._model.decode([int(token) for token in ids if token < self._own_size and token != self.eod]))
 
     def control_encoder(self) -> ControlEncoder:
@@ -166,6 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, model: tokenizers.Tokenizer, *, eod: int) -> None:
         self._model = model
         self._take_text_as_it_is()
+        # Ids may have gaps, and added tokens may lie behind all others.
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1
         if self.vocab_size > LARGEST_VOCABULARY:
             raise UserError(
@@ -178,6 +187,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def from_path(cls, path: Path) -> "HuggingFaceTokenizer":
         """Tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's two files."""
         file = path / "tokenizer.json" if path.is_dir() else path
+        # A folder without tokenizer.json may have GPT-2's two files.
         if path.is_dir() and not file.is_file():
             return cls.from_gpt2(path / "vocab.json", path / "merges.txt")
         try:
@@ -185,6 +195,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 model = tokenizers.Tokenizer.from_file(str(ordinary(file)))
         except ValueError as error:
             raise UserError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
+        # The name in tokenizer_config.json comes first: of several usual names in a vocabulary, it is the one that this
+        # model was trained to end with.
         return cls(model, eod=_find_eod(model.token_to_id, file, first=_configured_eod(file.parent)))
 
     @classmethod
@@ -201,6 +213,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 model = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
         except ValueError as error:
             raise UserError(f"{vocab} and {merges} are not a GPT-2 tokenizer: {error}") from error
+        # The two files hold no more than vocabulary and merges: the rest is byte-level BPE as GPT-2 had it, and its one
+        # special token.
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = tokenizers.decoders.ByteLevel()
         eod = _find_eod(model.token_to_id, vocab)
@@ -225,6 +239,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _take_text_as_it_is(self) -> None:
         """Turn off truncation, padding and reading special tokens from text. Pickling forgets a part of this."""
+        # tokenizer.json may ask for both, for a model of another length: text would be lost, or padding learned.
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
@@ -243,6 +258,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_marked(self, text: str) -> list[int]:
         _check_unicode(text)
+        # Switched back in any case, as all other encoding relies on text staying text.
         self._model.encode_special_tokens = False
         try:
             with library_errors(NO_TOKENS):
@@ -295,9 +311,11 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     if data.mock_data:
         return NullTokenizer(data.vocab_size or MOCK_VOCAB_SIZE)
     kind = tokenizer_type(data.tokenizer_type)
+    # Compiled libraries can end this process on a bad file: a child tries it first.
     if files := _files_of(kind, data):
         trial.try_once(kind, data, files)
     tokenizer = TOKENIZERS[kind](data)
+    # Larger is fine, and rounds the model's table up; smaller would give ids without a row.
     if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"--vocab-size {data.vocab_size} is smaller than the {kind} tokenizer's vocabulary of "

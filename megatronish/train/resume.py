@@ -62,6 +62,17 @@ class Begun(NamedTuple):
     taken_after: float = 0.0
 
 
+# The start of a run, in an order that matters:
+#
+# 1. On a disk one rank removes what a killed save has left, before any rank looks: a replaced checkpoint may get its
+#    name back.
+# 2. The frozen model of adapters is loaded. --load and --load-hf named it, so they say nothing of where adapters start.
+# 3. All ranks look for checkpoints and copies together: if two chose differently, each would wait in another load.
+# 4. The state of the checkpoint is read before its tensors. It says whether this is a resume or a start from weights,
+#    which may change more (all except the function of the model), and refuses before a tensor has changed.
+# 5. Schedule and hooks continue with a resume. A start from weights has its own.
+
+
 def begin(
     job: TrainingJob,
     engine: Engine,
@@ -87,6 +98,7 @@ def begin(
     seen = _look_together(keep, own, axis, launch)
     copy = _copy(keep, own, engine, copies, seen, launch)
     has_begun, checkpoint = seen.has_begun or copy is not None, copy or seen.checkpoint
+    # Its own state comes before every flag about a start: a run that is started again with the same flags resumes.
     if keep.moe_use_upcycling and not has_begun:
         return _upcycled(job, engine, checkpoint, say)
     if keep.load_hf is not None and keep.ckpt_step is None and not has_begun:
@@ -95,6 +107,7 @@ def begin(
         return Begun(Progress(), {} if base is None else base.origin, {}, job.schedule, base)
     with offering_another(axis):
         saved = all_or_none(axis, partial(read_run, checkpoint))
+    # --finetune is for the first start; a converted checkpoint never has more than weights.
     weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
 
     def check(state: dict[str, Any]) -> None:
@@ -165,6 +178,7 @@ def resume(
 
     `check` is shown the checkpoint's state before anything is changed, and raises UserError if it will not do.
     """
+    # 1. The state, before anything is loaded. The checks need no agreement: all ranks have read the same.
     mesh, optimizer = engine.mesh, engine.optimizer
     with_optimizer = with_optimizer and not weights_only
     with offering_another(mesh.checkpoint_axis):
@@ -172,13 +186,16 @@ def resume(
     check(state)
     if with_optimizer:
         _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
+    # 2. Tensors of this rank's layout, in place.
     tensors = tensors_of(engine, with_optimizer=with_optimizer)
     if weights_only:  # a run counts the choices of its routers anew, and converted weights have no counts
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(native.LOAD)}
     load_tensors(checkpoint, tensors, mesh=mesh, is_shared=is_shared)
+    # 3. Masters were loaded: the parameters that forwards read, frozen ones included, are copies of them.
     engine.data_parallel.gather_parameters(frozen=True)
     if weights_only:
         return Progress()
+    # 4. Counters that belong to the tensors: without them Adam's bias correction would begin again.
     if with_optimizer:
         optimizer.num_steps = state["optimizer_steps"]
     engine.rule.loss_scale.load(state.get("loss_scale", {}))
@@ -214,6 +231,7 @@ class Seen(NamedTuple):
 def _look_together(keep: CheckpointConfig, own: Location, axis: Axis, launch: str) -> Seen:
     """What `_look` returns, on all ranks. A store shows all ranks the same: one of them asks it."""
     look = partial(_look, keep, own, launch)
+    # If --load is a folder on disks, the ranks may see different ones: then all must look.
     if isinstance(own, RemotePath) and (keep.load is None or is_url(keep.load)):
         return from_one(axis, look)
     return same_on_all(axis, look, what=f"in {own}")
@@ -221,9 +239,12 @@ def _look_together(keep: CheckpointConfig, own: Location, axis: Axis, launch: st
 
 def _look(keep: CheckpointConfig, own: Location, launch: str) -> Seen:
     """What there is to start from."""
+    # 1. A launch that starts again still has its flag for a step: the run went back in the first attempt, so what it
+    # has saved since comes first.
     steps = steps_in(own)
     is_back = bool(launch) and _names_step(keep, own) and _has_saved(launch, own)
     keep = _without_step(keep) if is_back else keep
+    # 2. A run without own checkpoints takes what the flags name; with them it continues.
     has_begun, saved_last = bool(steps), max(map(saved_at, steps.values()), default=0.0)
     from_hf = keep.load_hf is not None and keep.ckpt_step is None and not has_begun
     return Seen(has_begun, None if from_hf else _find(keep, own, has_begun=has_begun), saved_last, is_back)
@@ -236,6 +257,7 @@ def _without_step(keep: CheckpointConfig) -> CheckpointConfig:
 
 def _has_saved(launch: str, own: Location) -> bool:
     """Whether the newest checkpoint was saved by an attempt of this launch. One that is damaged says nothing."""
+    # The newest that can be read decides; damage is reported where it is loaded.
     for checkpoint in reversed(by_age(own)):
         with suppress(DamagedError):
             return read_state(checkpoint).get("launch") == launch
@@ -249,6 +271,8 @@ def _name(folder: Location) -> str:
 
 def _find(keep: CheckpointConfig, own: Location, *, has_begun: bool) -> Location | None:
     """Newest checkpoint of the run itself, or else of --load; UserError if a flag asks for one that does not exist."""
+    # Four cases: nothing named, another run's folder (only for the first start), its own folder by another path, or one
+    # step in it.
     source, step = own, keep.ckpt_step
     load = None if keep.load is None else location(keep.load)
     if load is not None and _name(folder_of(load)) != _name(own):
@@ -271,6 +295,8 @@ def _copy(
 
     If a step is asked for, a copy counts that was made after an attempt of this launch had gone back to it.
     """
+    # A step that the user asks for is older than what copies have: only a copy made since that return may count, as
+    # `launch` shows.
     goes_back = _names_step(keep, own) and not seen.is_back
     if copies is None or (goes_back and not launch):
         return None
@@ -308,6 +334,7 @@ def _upcycled(job: TrainingJob, engine: Engine, checkpoint: Location | None, say
     assert not isinstance(checkpoint, RemotePath), "a rule of the config"
     source = checkpoint or Path(job.config.checkpoint.load_hf or "")
     into = tensors_of(engine, with_optimizer=False)
+    # The dense model has no routers: these stay as drawn by name, so every layout starts from the same model.
     into = {name: tensor for name, tensor in into.items() if ".mlp.router." not in name}
 
     def read() -> Begun:
@@ -317,6 +344,7 @@ def _upcycled(job: TrainingJob, engine: Engine, checkpoint: Location | None, say
                 f"{source} has num_experts={description.model.num_experts}, and --moe-use-upcycling makes experts of a "
                 "dense model; leave it out"
             )
+        # As for a resume from weights, and the number of experts is the one difference that is wanted.
         if checkpoint is not None:
             now = job.facts["config"]
             dense = {**now, "model": {**now["model"], "num_experts": None}}

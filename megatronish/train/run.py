@@ -91,6 +91,8 @@ def _train_watched(
     hooks: Sequence[Hook],
 ) -> int:
     with ExitStack() as stack:
+        # 1. Folders of the run, before any rank waits for another: a mistake here is reported by one rank, at once. The
+        # main rank locks them; one process a machine copies them to a store.
         mirror = None
         if config.run_url is not None and place.local_rank == 0:
             mirror = RunMirror(config.run_dir, RemotePath(config.run_url))
@@ -113,6 +115,7 @@ def _train_watched(
                 make_writable(config.run_dir / "schedule", flag="--profile-schedule")
             if config.log.profile:
                 make_writable(config.run_dir / "profile", flag="--profile")
+        # 2. The ranks meet. The launch may have its name only from the store there.
         notes = list(notes)
         if mirror is not None:
             notes.append(f"files of the run are written to {config.run_dir} and copied to {mirror.place}")
@@ -147,11 +150,15 @@ def start_mesh(
 
     The `watchdog` exchanges beats with those of the other ranks as soon as there is a place for it.
     """
+    # 1. Before the device is used and the ranks meet: names of plug-ins, what makes a run deterministic, and addresses
+    # at which ranks cannot meet.
     import_plugins(config.plugins.plugin)  # where ranks are spawned and not forked, each for itself
     parallel = config.parallel
     set_determinism(config.training)  # before the device is used
     if place.world_size > 1:
         refuse_addresses()
+    # 2. The store is where ranks meet: heartbeats, the name of the launch and the choice of GPUs go through it before
+    # there are process groups.
     store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
     if watchdog is not None and store is not None:
         share_by_store(watchdog, place, client_of(store))
@@ -160,6 +167,7 @@ def start_mesh(
     device, note = choose_device(parallel.device, place, store=store)
     if note is not None:
         on_note(note)
+    # 3. The device's settings for the whole process, before the first tensor on it.
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
@@ -171,6 +179,7 @@ def start_mesh(
         if device.type != "cuda":
             raise UserError("cuda_graph needs a GPU, and this run is on the CPU; leave --cuda-graph out")
         own_stream(device)  # from here on all work of this rank is there
+    # 4. Process groups of the layout, in the same order on all ranks.
     backend = choose_backend(parallel.distributed_backend, device)
     has_experts = config.model.num_experts is not None
     return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts, store=store, record=record)
@@ -205,6 +214,8 @@ def _train(
     begun = begin(job, engine, say, reference=reference, copies=copies, launch=place.launch)
     progress, schedule = begun.progress, begun.schedule
     num_steps = job.num_steps(progress)
+    # Started again after its end. If it was killed between the last checkpoint and the last files, only these are made
+    # again: the loop below has no step left.
     if progress.step >= num_steps:
         say(f"finished already: {progress.step} steps of {num_steps} are done")
         if begun.is_on_disk and _has_its_ending(config, mesh):
@@ -227,6 +238,7 @@ def _train(
         progress=progress,
         record=record,
     )
+    # After all hooks exist and before their `start`, which may read what was loaded.
     trainer.load_hook_states(begun.hook_states)
     if mesh.is_main:
         job.own_files.copy(config)
@@ -245,6 +257,7 @@ def _finish(trainer: Trainer, trackers: Trackers, mesh: Mesh, config: Config) ->
         if trainer.stop_reason is not None and step < num_steps:
             resume = "start again to resume"
             print(f"stopped after step {step} of {num_steps}: {trainer.stop_reason}; {resume}", flush=True)
+    # No rank leaves before the main one has written: peers that leave early look like failures to the launcher.
     comm.barrier(mesh.world)
     if mesh.is_main:
         say_health(config.run_dir, step=step, phase=trackers.ending)

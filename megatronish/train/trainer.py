@@ -175,12 +175,15 @@ class Trainer:
         for hook in self.hooks:
             with self._guarded(hook) as active:
                 active.start(self)
+        # What a step reads follows from the samples consumed before it, so steps can be prepared ahead, and a resume
+        # reads the same.
         batches = Prefetcher(
             self.prepare,
             consumed_samples=self.progress.consumed_samples,
             global_batch_size=self.schedule.batch_size.at,
             num_ahead=self.num_ahead,
         )
+        # A failure in the loop is shown to hooks while the data still come, and its threads end in any case.
         with batches, self._errors_shown_to_hooks():
             while self.progress.step < self.schedule.num_steps and self.stop_reason is None:
                 self._step_with_hooks(batches)
@@ -193,6 +196,7 @@ class Trainer:
     @contextmanager
     def _guarded(self, hook: Hook) -> Iterator[Hook]:
         """The hook to call; in its place one that does nothing, where the hook is an observer that has failed."""
+        # A hook that communicates is never replaced: if one rank left it out, the others would wait in it.
         if not hook.is_observer:
             yield hook
             return
@@ -201,6 +205,7 @@ class Trainer:
             yield Hook() if aside.is_off else hook
 
     def _step_with_hooks(self, batches: Iterator[list[MicroBatch]]) -> None:
+        # 1. Data: waiting for it is no part of the step's time.
         watched = self.record
         watched.step = self.progress.step + 1
         for hook in self.hooks:
@@ -211,9 +216,12 @@ class Trainer:
         with marked(DATA):
             micro_batches = next(batches)
         data_seconds = time.perf_counter() - start
+        # 2. The step. The votes of hooks are summed with its loss, so that deciding together takes no collective of its
+        # own.
         watched.enter_phase("step")
         record = replace(self.step(micro_batches), data_seconds=data_seconds)
         watched.finished_step(data_seconds + record.seconds)
+        # 3. All hooks hear the decision before any acts on it: one that saves must know whether this was the last step.
         for hook in self.hooks:
             hook.decided(self, record.result.votes)
         for hook in self.hooks:
@@ -223,6 +231,8 @@ class Trainer:
 
     def step(self, micro_batches: list[MicroBatch]) -> StepRecord:
         """One step from its micro-batches."""
+        # 1. Rates are functions of the samples learned from before this step: steps whose gradient overflowed do not
+        # count.
         before, schedule = self.progress, self.schedule
         learned_from = before.consumed_samples - before.skipped_samples
         decoupled = schedule.learning_rate.decoupled
@@ -241,6 +251,8 @@ class Trainer:
                     decoupled_learning_rate=rates.decoupled,
                     votes=self._votes,
                 )
+            # 2. The parameters have not changed yet, so the same step can be computed again, to find where it begins;
+            # on all ranks, as that communicates.
             except NotFiniteError as error:  # on all ranks at once, for they have the same loss and norm
                 try:
                     origin = find_origin(self.engine, micro_batches, num_steps_done=before.step)
@@ -248,6 +260,7 @@ class Trainer:
                     error.add_note(f"where it begins was not found: {type(another).__name__}: {another}")
                     raise error from None
                 raise NotFiniteError(f"{error}. Computed again, {origin.phrase}", origin=origin.rank) from None
+        # 3. Progress counts a skipped step, too: its samples are consumed.
         seconds = time.perf_counter() - start
         size = schedule.batch_size.at(before.consumed_samples)
         self.progress = Progress(

@@ -43,6 +43,7 @@ class RanksSeen:
         if beat is None:
             return None
         found = beat.thread(thread)
+        # A main thread that waits for the save in the background hangs only if the saving thread does.
         saving = next((each for each in beat.threads if each.name != MAIN and each.waiting is not None), None)
         if found is not None and found.name == MAIN and found.waiting is None and found.helper_stack and saving:
             return saving
@@ -51,16 +52,23 @@ class RanksSeen:
 
 def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
     """The ranks that hang; empty if every rank that is waited for is still at work within its limit."""
+    # 1. Ranks that do different things. First, as what they wait for says nothing then: their numbers do not mean the
+    # same.
     if odd := different(seen):
         return odd
+    # 2. Who waits for whom, edges from a rank to those that have not entered its collective.
     states = {rank: seen.state(rank, thread) for rank in range(seen.size)}
     edges = {rank: list(_waits_for(seen, rank, state)) for rank, state in states.items() if _can_wait(seen, rank)}
+    # On a GPU no rank waits in a collective, only for its device: then the numbers alone tell who is behind.
     if thread == MAIN and not any(edges.values()):  # what a main thread has entered says nothing of another thread
         edges = {rank: list(_behind(seen, rank)) for rank in edges}
+    # 3. Ranks that cannot come any more explain everything that waits for them, so nothing else is reported.
     lacks = {rank: _lacking(rank, edges) for rank in range(seen.size)}
     gone = [_gone(seen, rank, lacks[rank], states[rank]) for rank in range(seen.size)]
     if any(gone):
         return [each for each in gone if each is not None]
+    # 4. Ranks that are in no collective while others are: a loop of their own, data, a disk. Those that others lack
+    # come first.
     outside = [
         Culprit(rank, "outside", state, lacks[rank], state.idle)
         for rank, state in states.items()
@@ -70,6 +78,7 @@ def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
     if awaited:
         # Ranks that are still at work are no reason to end a run, however long others wait for them.
         return [each for each in awaited if each.thread is not None and each.thread.is_overdue]
+    # 5. No rank is outside. One in a collective of torch's own, which has no number here, may keep the others waiting.
     stray = [
         Culprit(rank, "outside", state, lacks[rank], state.idle)
         for rank, state in states.items()
@@ -77,8 +86,10 @@ def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
     ]
     if stray:  # in a collective of torch's own, while others wait for it in another
         return stray
+    # 6. All wait, and for each other: two collectives in another order on each rank, for example.
     if circle := _circle(edges):
         return [Culprit(rank, "circle", states[rank], entry, _idle(states[rank])) for rank, entry in circle]
+    # 7. All have entered one collective, and it does not end: the network, or the device.
     return [
         Culprit(rank, "transfer", state, state.waiting, state.idle)
         for rank, state in states.items()
@@ -90,6 +101,7 @@ def _has_newcomer(state: ThreadBeat, others: Iterable[ThreadBeat | None]) -> boo
     """Whether a rank has entered the same collective not long ago: it may still end, or show what that rank does."""
     if state.waiting is None or state.waiting.peer is not None:
         return False
+    # Ranks arrive at different times: as long as one of them has just come, the transfer has not had its time.
     mine = state.waiting.line, state.waiting.number
     inside = [each for each in others if each is not None and each.waiting is not None and not each.is_overdue]
     return any((each.waiting.line, each.waiting.number) == mine for each in inside if each.waiting is not None)
@@ -121,6 +133,8 @@ def _lacking(rank: int, edges: Mapping[int, Sequence[tuple[int, Collective]]]) -
 def _circle(edges: Mapping[int, Sequence[tuple[int, Collective]]]) -> list[tuple[int, Collective]]:
     """Ranks that wait for each other in a circle, each with what it waits in; empty if there are none."""
     for first in edges:
+        # Follow the first edge of each rank. From any start this ends at a rank that waits for none, or meets the path
+        # again.
         path, rank = dict[int, Collective](), first
         while edges.get(rank) and rank not in path:
             other, path[rank] = edges[rank][0]
@@ -134,6 +148,8 @@ def _circle(edges: Mapping[int, Sequence[tuple[int, Collective]]]) -> list[tuple
 def different(seen: RanksSeen) -> list[Culprit]:
     """Ranks whose collective of some number is another one than that of most ranks of the line: the earliest such."""
     for ranks in _by_line(seen).values():
+        # Only numbers that all of these ranks have: the records of each hold its last entries alone. The earliest
+        # difference is the cause, as later numbers are shifted by it.
         common = set.intersection(*(set(numbers) for numbers in ranks.values()))
         for number in sorted(common):
             kinds = Counter(entries[number].kind for entries in ranks.values())
@@ -163,6 +179,7 @@ def _waits_for(seen: RanksSeen, rank: int, state: ThreadBeat | None) -> Iterator
     entry = None if state is None else state.waiting
     if entry is None:
         return
+    # A receive has one peer; a collective lacks each member whose newest number on this line is lower.
     if entry.peer is not None:
         yield entry.peer, entry
         return
@@ -181,6 +198,8 @@ def _behind(seen: RanksSeen, rank: int) -> Iterator[tuple[int, Collective]]:
     for line, ranks in beat.members.items():
         for other in ranks:
             known = seen.beats.get(other)
+            # A rank without a beat, or without this line, says nothing about it; one whose number is as high is not
+            # behind.
             if known is None or line not in known.lines or known.lines[line] >= beat.lines.get(line, 0):
                 continue
             entry = next((each for each in beat.recent.get(line, ()) if each.number == known.lines[line] + 1), None)

@@ -74,9 +74,11 @@ def from_rl(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
             f"{name} is not there, and this trains on text; there are dpo, ipo, simpo, cpo, orpo and kto (--objective)",
         )
         return
+    # 1. Preferences are chats, and the objective decides which of its numbers are read at all.
     found.set("objective", name)
     found.set("dataset_type", "chat")
     reads = OBJECTIVE_NAMES[name].reads
+    # 2. Several keys mean one number (`beta` has three); the first of `_NUMBERS` that is given is kept.
     for key, field in _NUMBERS.items():
         if values.get(key) is None or field in found.settings:
             continue
@@ -84,9 +86,11 @@ def from_rl(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
             found.set(field, number(values, key))
         else:
             found.leave_out(key, f"rl: {name} does not read it")
+    # 3. Their absence means TRL's defaults there, which are not those of this project.
     for field, value in ABSENT_OF_RL.items():
         if field in reads:
             found.set_default(field, value)
+    # 4. Newer files have a list of losses, which TRL adds up; a list of one is that loss.
     kinds = values.get("dpo_loss_type")
     kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
     if kind is not None and (name != "dpo" or kind not in _LOSS_TYPES):
@@ -118,12 +122,16 @@ _OF_LORA = {
 
 def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = None) -> Imported:
     """Settings of a config.yml in `folder`; `dp` is the data-parallel size, from which the batch follows."""
+    # 1. Keys whose value alone decides. A key of a prefix has the rule of the prefix unless it has its own; False asks
+    # for nothing.
     found = Imported()
     rules = dict(RULES)
     for prefix, rule in (("lora_", LORA), ("wandb_", dropped("W&B reads its other settings from its environment"))):
         rules |= {key: rule for key in values if key.startswith(prefix) and key not in RULES}
     rest = {key: value for key, value in values.items() if key not in _OWN and value is not False}
     apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
+    # 2. Keys that are read together. The order counts: the objective decides about data sets, the length of the run
+    # about warm-up and intervals, which may be fractions of it.
     _model(found, folder)
     _adapter(found, values)
     from_rl(found, values, folder)
@@ -139,6 +147,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     _precision(found, values)
     _intervals(found, values)
     _sharding(found, values, folder)
+    # 3. Last, for what no key has set: absent keys mean Axolotl's defaults, and not ours.
     for name, value in ABSENT.items():
         found.set_default(name, value)
     return found
@@ -174,6 +183,7 @@ def is_folder(path: Path) -> bool:
 
 def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
     """LoRA of the model to start from."""
+    # 1. Whether there are adapters: Axolotl quantises a model without adapters, too, and here only their base can be.
     kind = text(values, "adapter")
     if not kind:
         if values.get("load_in_4bit"):
@@ -184,6 +194,7 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
             "adapter", f"{kind} is not there, and the whole model learns; there are lora and ia3 (--adapter-type)"
         )
         return
+    # 2. Sizes. `lora_rank` is a whole number here; YAML may have it as 8.0 or in quotation marks.
     found.set("adapter_type", "lora")
     for key, name in _OF_LORA.items():
         if values.get(key) is not None:
@@ -192,6 +203,8 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
         found.set("lora_rank", whole(found.settings["lora_rank"], "lora_r"))
     for name, value in PEFT.items():
         found.set_default(name, value)
+    # 3. Targets: None is every linear layer, which is our default. lora_target_linear asks for it whatever else is
+    # named; where nothing is named, PEFT adapts queries and values.
     targets = values.get("lora_target_modules")
     if isinstance(targets, str):
         targets = None if targets == "all-linear" else [targets]
@@ -239,9 +252,12 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
         raise UserError(
             f"micro_batch_size={micro} and gradient_accumulation_steps={size} must be at least 1; correct the file"
         )
+    # `batch_size` is a total, from which Axolotl derives the accumulation steps where these are not given.
     if batch is not None and steps is None:
         found.set("global_batch_size", whole(batch, "batch_size"))
         return
+    # The micro-batch and its accumulation are those of one rank there, our batch is that of all: without `dp` one is
+    # assumed.
     found.set("global_batch_size", micro * size * (dp or 1))
     if dp is None and size > 1:
         found.leave_out("gradient_accumulation_steps", OF_ONE_RANK)
@@ -252,6 +268,7 @@ def _held_out(found: Imported, values: Mapping[str, Any]) -> None:
     held_out = number(values, "val_set_size") or 0.0
     if held_out < 0:
         raise UserError(f"val_set_size={held_out:g} must not be negative; correct the file")
+    # --split cuts --data-path alone, and here validation has sets of its own.
     if "train_data_path" in found.settings:
         return  # the sets for validation are named
     if held_out < 1:
@@ -263,6 +280,7 @@ def _held_out(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
     name = text(values, "optimizer", "adamw_torch_fused").removeprefix("OptimizerNames.").lower()
+    # Names are optimizer_implementation, such as paged_adamw_8bit: only the optimizer changes what is trained.
     kind = name.removeprefix("paged_").split("_")[0]
     found.set("optimizer", OPTIMIZERS.get(kind, "adam"))
     if kind not in OPTIMIZERS:
@@ -282,10 +300,12 @@ def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
             "lr_scheduler",
             f"{decay} is not there, and the learning rate stays constant; --lr-decay-style has cosine, linear and WSD",
         )
+    # The end of the decay is 0 in transformers' schedules; a ratio is read there for the cosine alone.
     ratio, peak = number(values, "cosine_min_lr_ratio"), found.settings.get("lr")
     found.set("min_lr", 0.0)
     if ratio is not None and peak is not None and DECAYS.get(decay) == "cosine":
         found.set("min_lr", ratio * peak)
+    # Warm-up has one length here. The default of 3 % has a bound in steps, so it needs the length of the run.
     if "lr_warmup_iters" in found.settings:
         found.settings.pop("lr_warmup_fraction", None)  # Hugging Face's Trainer lets the steps win
     elif "lr_warmup_fraction" not in found.settings:
@@ -298,6 +318,7 @@ def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:
     """Precision; where nothing is said, Axolotl takes bf16 on a device that has it."""
+    # Each precision has a short and a long key; Axolotl's "auto" and its default are bf16 on a GPU that has it.
     bf16 = values.get("bf16") if values.get("bf16") is not None else values.get("bfloat16")
     if is_on(values.get("fp16")) or is_on(values.get("float16")):
         found.set_grad_scaler()
@@ -305,6 +326,7 @@ def _precision(found: Imported, values: Mapping[str, Any]) -> None:
         found.set("bf16", True)
     else:
         found.set("bf16", False)
+    # Values that are no switch name where saved activations are kept meanwhile.
     again = values.get("gradient_checkpointing")
     if is_on(again) or again in ("offload", "offload_disk", "unsloth"):
         found.set("recompute_granularity", "full")
@@ -328,6 +350,8 @@ def _intervals(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
     """ZeRO, from the DeepSpeed file that the config names, or from FSDP."""
+    # 1. A DeepSpeed file, whose path may be relative to the config. Its other sections mostly say "auto", which is
+    # filled in from the config's own keys, so only that of ZeRO is read.
     if values.get("deepspeed"):
         path = Path(text(values, "deepspeed"))
         path = next((each for each in (path, folder / path, folder / path.name) if is_file(each)), path)
@@ -341,6 +365,7 @@ def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
         for name in kept:
             if name in shared:
                 found.set(name, shared[name])
+    # 2. FSDP, which is ZeRO under other names.
     elif values.get("fsdp") or values.get("fsdp_config"):
         fsdp(found, shown(values.get("fsdp") or ""), section(values, "fsdp_config"))
 
@@ -351,16 +376,21 @@ def fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
     A strategy that is not named is a full one.
     """
     rest = {key.removeprefix("fsdp_"): value for key, value in config.items()}
+    # 1. The stage. Older files have words or numbers for strategies, FSDP2 only reshard_after_forward: parameters that
+    # stay gathered after a forward are those of ZeRO-2.
     named = text(rest, "sharding_strategy")
     rest.pop("sharding_strategy", None)
     strategy = f"{words} {STRATEGIES.get(named, named)}".upper()
     keeps_parameters = rest.pop("reshard_after_forward", True) in (False, "false")
     stage = 2 if keeps_parameters or "SHARD_GRAD_OP" in strategy or "ZERO2" in strategy else 3
     found.set("zero_stage", 0 if "NO_SHARD" in strategy else stage)
+    # 2. Hybrid sharding: the file does not say how many replicas there are, as FSDP takes the ranks of a machine.
     if "HYBRID" in strategy and "num_distributed_optimizer_instances" not in found.settings:
         found.leave_out("fsdp_config.sharding_strategy", "a hybrid one; add --dp-replicate, the number of groups")
+    # 3. FSDP has one switch for what is offloaded; here each stage offloads what it shards.
     if (is_on(rest.pop("offload_params", False)) or "OFFLOAD" in strategy) and "NO_SHARD" not in strategy:
         found.set("param_cpu_offload" if stage == 3 else "optimizer_cpu_offload", True)
     if is_on(rest.pop("activation_checkpointing", False)):
         found.set("recompute_granularity", "full")
+    # 4. What is left changes no number. Popped keys were read above, so no key is listed twice.
     apply(found, rest, dict.fromkeys(rest, SPEED) | {"state_dict_type": CHECKPOINTS}, within="fsdp_config.")

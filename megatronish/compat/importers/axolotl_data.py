@@ -30,21 +30,28 @@ OTHER_FIELDS = ("intel", "icr", "argilla", "argilla_chat", "nectar", "user_defin
 
 def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
     """Settings of the data sets; whether they are read as chats. What has no counterpart is listed."""
+    # 1. What kind of data: chats if any set is of a chat's type, else texts.
     sets = _list(values.get("datasets")) or _list(values.get("pretraining_dataset"))
     types = [_type(each) for each in sets]
     has_chats = any(kind in FORMATS for kind in types)
     _list_unknown(found, values)
+    # 2. Texts are read as they are only where each set is a file of JSON lines that lies here; for any other the rules
+    # have listed how to make files of tokens.
     if not has_chats and not all(_has_lines(each, folder) for each in sets):
         if values.get("train_on_inputs") is False:
             found.leave_out("train_on_inputs", EVERY_TOKEN)
         return False
     if not sets:
         return False
+    # 3. They are read as chats: the keys that the rules listed as left out do have a meaning now.
     for key in ("datasets", "pretraining_dataset", "chat_template", "chat_template_jinja", "train_on_inputs"):
         found.left_out.pop(key, None)
     found.set("dataset_type", "chat")
+    # A text has no answers, so the loss of texts counts every token. What comes from pretraining_dataset is always
+    # packed.
     found.set("train_on", "all" if values.get("train_on_inputs") or not has_chats else "assistant")
     found.set("pack_samples", bool(values.get("sample_packing")) or not values.get("datasets"))
+    # 4. One format is named for all files; where they are mixed, each record shows its own.
     formats = {FORMATS.get(kind or "", "text") for kind in types}
     if len(formats) == 1 and formats != {"auto"}:
         found.set("chat_format", formats.pop())
@@ -60,6 +67,8 @@ def preferences(found: Imported, values: Mapping[str, Any], folder: Path) -> Non
     sets = _list(values.get("datasets"))
     for key in ("datasets", "chat_template", "chat_template_jinja"):
         found.left_out.pop(key, None)
+    # Types are template.fields, such as chatml.intel: the part before the dot is a template, the part after it names
+    # the columns of the file, which must be ours.
     types = [str(each.get("type") or "") if isinstance(each, dict) else "" for each in sets]
     for index, kind in enumerate(types):
         if kind.rpartition(".")[2] in OTHER_FIELDS or not isinstance(_type(sets[index]), str | None):
@@ -83,6 +92,7 @@ def held_out(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
     if not sets or "data_path" not in found.settings:
         return
     found.left_out.pop("test_datasets", None)
+    # --data-path is cut by --split into training and validation; with files of its own for validation it is not cut.
     found.set("train_data_path", found.settings.pop("data_path"))
     files_of(found, sets, folder, key="test_datasets", field="valid_data_path")
 
@@ -116,6 +126,8 @@ def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
             if kind not in TEXTS and kind not in FORMATS:
                 reason = f"{kind}: a prompt template is not applied; text is trained on as it is"
                 found.leave_out(f"{key}[{index}].type", reason)
+            # Keys that change which part of a file is read. `field_messages` is harmless where it has one of the names
+            # that are found without it.
             for name, value in each.items() if isinstance(each, dict) else ():
                 if (
                     name not in READ
@@ -127,6 +139,7 @@ def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _template(found: Imported, values: Mapping[str, Any], of_data: str | None) -> None:
     """The template that is named, that of the type of the data, or the model's own."""
+    # The text of a template wins over a name; it must be in a file, as no flag takes a text.
     name, source = text(values, "chat_template"), text(values, "chat_template_jinja")
     if source:
         if source.endswith(".jinja"):
@@ -138,6 +151,8 @@ def _template(found: Imported, values: Mapping[str, Any], of_data: str | None) -
             found.set("chat_template", of_data)
         if of_data == "alpaca":
             found.leave_out("datasets.type", f"the opening sentence of {of_data} is not added: put it in the data")
+    # Names that are not known: those with a fallback use it only if the model has no template, which this importer
+    # cannot see.
     elif name not in TEMPLATES:
         fallback = TEMPLATES.get(name.removeprefix("tokenizer_default_fallback_"))
         if fallback is None:
@@ -174,6 +189,8 @@ def files_of(found: Imported, sets: list[Any], folder: Path, *, key: str, field:
     """Paths of files of JSON lines, and names of the Hub as they are."""
     paths = []
     for index, each in enumerate(sets):
+        # A path that is not here may be a name of the Hub, org/name, which a run downloads; any other would be refused
+        # at its start, so it is listed and not set.
         name = _path_of(each)
         here = _here(name, folder)
         if here is None:

@@ -27,10 +27,12 @@ from megatronish.core.foreign import is_finite, shown
 
 def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Imported:
     """Settings of a ds_config.json; `dp` is the data-parallel size, where the batch follows from it."""
+    # 1. Keys whose value alone decides. Sections, and numbers that belong together, are read by functions of their own.
     found = Imported()
     inner = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "compile")
     others = (*inner, "bfloat16", "tensorboard", "wandb", "tensor_parallel", "gradient_accumulation_steps")
     apply(found, {key: value for key, value in values.items() if key not in others}, TOP)
+    # 2. The order counts: the batch needs the sizes above, and the scheduler replaces the optimizer's learning rate.
     _batch(found, values, dp)
     _optimizer(found, section(values, "optimizer"))
     _scheduler(found, section(values, "scheduler"))
@@ -43,12 +45,15 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
         found.set("cp_comm_type", "a2a")  # DeepSpeed's Ulysses
     if "tensor_parallel" in values:
         apply(found, section(values, "tensor_parallel"), {"autotp_size": field("tensor_model_parallel_size")})
+    # 3. Last, when all is set that the file says: absence means something else there than here.
     _absent(found, values)
     return found
 
 
 def _absent(found: Imported, values: Mapping[str, Any]) -> None:
     """What a key that is not there means in DeepSpeed, where it means something else here; "auto" says nothing."""
+    # "auto" is no absence: the program that starts the run fills it in, so no default of DeepSpeed's may take its
+    # place.
     is_auto = {key for key, value in values.items() if value == "auto"}
     if "gradient_clipping" not in is_auto:
         found.set_default("clip_grad", 0.0)
@@ -67,6 +72,8 @@ def _absent(found: Imported, values: Mapping[str, Any]) -> None:
 def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
     """Global batch and micro-batch; of three numbers that belong together each follows from the others and dp."""
     key = "gradient_accumulation_steps"
+    # 1. Global batch = micro-batch x accumulation steps x dp. A number that is "auto" is None here, as one that is
+    # absent.
     steps, micro, batch = (
         number(values, key),
         found.settings.get("micro_batch_size"),
@@ -75,6 +82,7 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
     for name, size in ((key, steps), ("train_micro_batch_size_per_gpu", micro), ("train_batch_size", batch)):
         if size is not None and (size < 1 or not float(size).is_integer()):
             raise UserError(f"{name}={size:g} must be a whole number of at least 1; correct the file")
+    # Without dp this much can be checked: the batch must be micro x steps x some whole number of ranks.
     if steps and micro and batch and batch % (micro * steps):
         raise UserError(
             f"train_batch_size={batch} must be a multiple of train_micro_batch_size_per_gpu={micro} times "
@@ -82,8 +90,10 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
         )
     if steps is None and key in values:
         found.leave_out(key, "use --global-batch-size, from which it follows")
+    # 2. With "auto" for the accumulation steps, neither of the other two can be derived.
     if values.get(key) == "auto":
         return
+    # 3. One of the two sizes is missing and follows from the other; without dp it cannot, or only for one rank.
     if batch is not None and micro is None and values.get("train_micro_batch_size_per_gpu") != "auto":
         if dp is None:
             found.leave_out(
@@ -112,6 +122,7 @@ def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
     """Optimizer with what its absent parameters mean: the defaults of DeepSpeed's and torch's classes."""
     if not values:
         return
+    # 1. The kind. Weight decay of absent keys depends on `adam_w_mode`, so that is read before its key is popped.
     kind, params = text(values, "type"), dict(section(values, "params"))
     ours = OPTIMIZERS.get(kind.lower())
     if ours is None:
@@ -122,6 +133,7 @@ def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
     decay = _default_weight_decay(kind.lower(), params)
     if params.pop("adam_w_mode", True) is False:
         found.warn("optimizer.params.adam_w_mode", "adam is AdamW: weight decay is decoupled")
+    # 2. Parameters: the pair of betas is two fields here, all others have a rule each.
     betas = params.pop("betas", None)
     if isinstance(betas, list) and len(betas) == 2 and all(map(is_finite, betas)):
         found.set("adam_beta1", betas[0])
@@ -131,10 +143,13 @@ def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
     elif betas == "auto":
         found.leave_out("optimizer.params.betas", f"{AUTO}, as --adam-beta1 and --adam-beta2")
     apply(found, params, ADAM, within="optimizer.params.")
+    # The rules list these as left out; where they are not at their default they change what is trained, which is a
+    # warning.
     for key in ("amsgrad", "nesterov", "bias_correction"):
         if params.get(key) not in (None, key == "bias_correction"):
             found.left_out.pop(f"optimizer.params.{key}", None)
             found.warn(f"optimizer.params.{key}", f"{shown(params[key])} is not there")
+    # 3. The defaults of the optimizer's class, except for what is "auto".
     absent = DEFAULTS[ours or "adam"] | {"weight_decay": decay}
     is_auto = {rule.field for key, rule in ADAM.items() if params.get(key) == "auto"}
     is_auto |= {"adam_beta1", "adam_beta2"} if betas == "auto" else set()
@@ -151,6 +166,8 @@ def _default_weight_decay(kind: str, params: Mapping[str, Any]) -> float:
 
 def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
     """Learning rate over the steps; without a scheduler it stays as it is."""
+    # 1. The shape of the curve. Where DeepSpeed has no scheduler, the rate is constant from the first step, without
+    # warm-up.
     kind, params = text(values, "type"), section(values, "params")
     style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(kind)
     if style is None:
@@ -168,6 +185,7 @@ def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
             )
         return
     found.set("lr_decay_style", style)
+    # 2. Peak and warm-up. What is "auto" is listed, and nothing is assumed in its place.
     for key, value in params.items():
         if value == "auto":
             flag = SCHEDULER_FLAGS.get(key)
@@ -179,6 +197,7 @@ def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
         found.set("lr_warmup_iters", steps)
         if steps and params.get("warmup_type", "log") != "linear":
             found.warn("scheduler.params.warmup_type", "log, DeepSpeed's default, is not there: warm-up is linear")
+    # 3. The length, which a constant rate does not need, and the ends of the curve, which may be ratios of the peak.
     total = number(params, "total_num_steps")
     if total is not None:
         found.set("train_iters", whole(total, "scheduler.params.total_num_steps"))
@@ -191,11 +210,14 @@ def _ends(found: Imported, params: Mapping[str, Any], style: str) -> None:
     """Learning rates that warm-up starts from, and that the decay ends with."""
     peak = found.settings.get("lr")
     if style == "cosine":
+        # The cosine is a factor of the optimizer's rate: its ratios are meant of the peak, and without a peak of
+        # nothing.
         least, first = number(params, "cos_min_ratio"), number(params, "warmup_min_ratio")
         if peak is not None and params.get("cos_min_ratio") != "auto":
             found.set("min_lr", peak * (0.0001 if least is None else least))
         if peak is not None and params.get("warmup_min_ratio") != "auto":
             found.set("lr_warmup_init", peak * (first or 0.0))
+    # The other schedulers name rates, and not ratios.
     elif params.get("warmup_min_lr") != "auto":
         start = number(params, "warmup_min_lr") or 0.0
         found.set("lr_warmup_init", start)
@@ -206,6 +228,7 @@ def _ends(found: Imported, params: Mapping[str, Any], style: str) -> None:
 def _peak(found: Imported, params: Mapping[str, Any], style: str) -> None:
     """The learning rate after warm-up, by which DeepSpeed's schedulers except the cosine replace the optimizer's."""
     peak = number(params, "warmup_max_lr")
+    # Absent, it is a number of DeepSpeed's own, which silently replaces the optimizer's: that deserves a warning.
     if peak is None and style != "cosine" and "warmup_max_lr" not in params:
         peak = DEFAULT_PEAK
         if found.settings.get("lr", peak) != peak:
@@ -217,6 +240,7 @@ def _peak(found: Imported, params: Mapping[str, Any], style: str) -> None:
 
 
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:
+    # 1. bf16: `bfloat16` is the section's older name.
     bf16 = section(values, "bf16") or section(values, "bfloat16")
     if bf16:
         apply(found, {"enabled": bf16.get("enabled")}, {"enabled": field("bf16")}, within="bf16.")
@@ -227,10 +251,12 @@ def _precision(found: Imported, values: Mapping[str, Any]) -> None:
         return
     if fp16.get("enabled") not in (True, "auto"):
         return  # the other settings of fp16 say nothing
+    # 2. fp16. A loss_scale of 0 asks for a dynamic one, whose start is a power of two.
     power, rest = number(fp16, "initial_scale_power"), {k: v for k, v in fp16.items() if k != "initial_scale_power"}
     if rest.get("loss_scale") in (0, 0.0):  # dynamic
         rest.pop("loss_scale")
     apply(found, rest, FP16, within="fp16.")
+    # 3. A static scale follows no rule; else the rule has DeepSpeed's defaults.
     if "loss_scale" in found.settings:
         return
     if power is not None and not -60 <= power <= 120:
@@ -242,6 +268,7 @@ def _precision(found: Imported, values: Mapping[str, Any]) -> None:
 
 
 def _zero(found: Imported, values: Mapping[str, Any]) -> None:
+    # Offloading has sections of its own, which name a device: NVMe has no counterpart.
     offload = {"offload_optimizer": "optimizer_cpu_offload", "offload_param": "param_cpu_offload"}
     apply(found, {k: v for k, v in values.items() if k not in offload}, ZERO, within="zero_optimization.")
     for key, name in offload.items():
@@ -252,6 +279,7 @@ def _zero(found: Imported, values: Mapping[str, Any]) -> None:
             found.leave_out(
                 f"zero_optimization.{key}", f"{shown(device)} is not there; {FIELDS[name].flag} uses the CPU's memory"
             )
+    # Stage 0 shares nothing, so there is no share to offload, and the rules of the config would refuse the flags.
     if not found.settings.get("zero_stage"):
         for name in offload.values():
             found.settings.pop(name, None)

@@ -86,20 +86,27 @@ def render_answers(template: ChatTemplate, chat: Conversation, answers: Sequence
     Each beginning is rendered for itself, which takes the square of the turns. So of a very long conversation only the
     first and the last answers are found by beginnings, and the others by marks where the text around them is the same.
     """
+    # 1. The whole conversation is rendered once, with and without marks.
     search = _AnswerSearch.of(template, chat)
     half = MOST_RENDERED // 2
     near, far = (
         (answers, []) if len(answers) <= MOST_RENDERED else ([*answers[:half], *answers[-half:]], answers[half:-half])
     )
     places: dict[int, TextSpan] = {}
+    # 2. Answers near the ends, by beginnings and marks. Renderings are batched, since each batch may be a call to a
+    # contained process.
     for start in range(0, len(near), RENDERED_AT_ONCE):
         numbers = near[start : start + RENDERED_AT_ONCE]
         for number, beginning in zip(numbers, search.beginnings(numbers), strict=True):
             places[number] = search.answer(number, beginning)
+    # 3. Answers in the middle: by marks alone, if what is around the content is the same as around an answer that was
+    # found.
     frames = {search.frame(number, place) for number, place in places.items()} - {None} if far else set()
     num_left = MOST_RENDERED
     for number in far:
         found = search.answer_like(number, frames)
+        # An answer in another frame (a call of a tool) is rendered like the first ones, but at most MOST_RENDERED of
+        # them.
         if found is None:
             if not (num_left := num_left - 1):
                 raise ValueError(
@@ -127,6 +134,7 @@ class _AnswerSearch:
 
     @classmethod
     def of(cls, template: ChatTemplate, chat: Conversation) -> "_AnswerSearch":
+        # One call for both texts: the second has marks in the contents of answers, and may fail alone.
         marked = _with_marks(chat)
         wanted = [chat.messages] if marked is None else [chat.messages, marked]
         first, *others = template.render_all([Rendering(each) for each in wanted], chat.tools)
@@ -145,6 +153,7 @@ class _AnswerSearch:
             for number in numbers
             for rendering in (Rendering(messages[:number], True), Rendering(messages[: number + 1]))
         ]
+        # The beginning up to the end of the last message is the whole text, which is rendered already.
         if numbers[-1] + 1 == len(messages):
             wanted.pop()
         found: list[str | None] = [
@@ -156,10 +165,14 @@ class _AnswerSearch:
         return [self._beginning(prompt, until) for prompt, until in zip(found[::2], found[1::2], strict=True)]
 
     def _beginning(self, prompt: str | None, until: str | None) -> _Beginning:
+        # The template may have written the prompt otherwise in the whole text: then it is no beginning, and says
+        # nothing.
         begin = None if prompt is None or not self.text.startswith(prompt) else len(prompt)
         space = ""
         if prompt is not None and until is not None and until.startswith(prompt):
+            # Templates write a space or a newline between prompt and content, which the model has to write too.
             space = until[len(prompt) : len(until) - len(until[len(prompt) :].lstrip())]
+        # An answer that ends where it begins, or an end that is no beginning of the whole text: the end is unknown.
         if begin is None or until is None or len(until) <= begin or not self.text.startswith(until):
             return _Beginning(begin, None, space)
         return _Beginning(begin, len(until), space)
@@ -187,6 +200,8 @@ class _AnswerSearch:
 
     def answer(self, number: int, beginning: _Beginning) -> TextSpan:
         """TextSpan of an answer, with the token that ends the turn."""
+        # 1. Beginning: where the generation prompt ends, else where marks found the content. Calls of tools have no
+        # content to mark.
         prompt, until, space = beginning
         content = self.contents.get(number)
         has_calls = "tool_calls" in self.chat.messages[number]
@@ -195,6 +210,8 @@ class _AnswerSearch:
         begin = prompt if prompt is not None else self._before(content, space)
         if begin is None or (content is not None and begin > content.begin):
             raise self._unclear(number, "the generation prompt is no beginning of it")
+        # 2. End: by the text up to the end of the turn, and by the first control token behind the content. If both know
+        # it, they must agree.
         end = self._end_in(begin, until) if until is not None else None
         if content is not None and not has_calls:
             after = self._end_after(content.end, until)
@@ -202,6 +219,7 @@ class _AnswerSearch:
                 end = after
             elif end != after:
                 raise self._unclear(number, "two ways to find its end disagree")
+        # 3. No control token ends the turn: a model that learns it would never stop.
         if end is None:
             raise self._endless(number, content.end if content is not None else until or begin)
         place = TextSpan(begin, end)
@@ -216,6 +234,7 @@ class _AnswerSearch:
 
     def _end_in(self, begin: int, until: int) -> int | None:
         """End of the last control token before `until`, if nothing but space follows it."""
+        # `controls` are in order and do not overlap, so both of their columns are sorted.
         last = bisect_right(self.controls, until, key=itemgetter(1)) - 1
         if last < 0 or self.controls[last][0] < begin:
             return None
@@ -224,6 +243,7 @@ class _AnswerSearch:
 
     def _end_after(self, content_end: int, until: int | None) -> int | None:
         """End of the first control token after a content; without `until` it must follow with space between alone."""
+        # Without `until` a control token further on may be that of the next turn: then only space may lie between.
         first = bisect_left(self.controls, content_end, key=itemgetter(0))
         if first == len(self.controls):
             return None
@@ -235,6 +255,8 @@ class _AnswerSearch:
         """UnclearError if {% generation %} blocks say otherwise. They may leave the token out that ends the turn."""
         if not self.template.has_generation_blocks:
             return
+        # Blocks of other turns prove nothing: only those that begin at or after the answer and end within its turn
+        # count.
         last = max(answer.end, until or 0)
         first = bisect_left(self.generated, answer.begin, key=itemgetter(0))
         inside = [*takewhile(lambda block: block.end <= last, islice(self.generated, first, None))]
@@ -262,6 +284,7 @@ class _AnswerSearch:
 def _with_marks(chat: Conversation) -> list[Message] | None:
     """The messages with marks of its own around the content of each answer; None if there are too many."""
     answers = _answers_with_content(chat)
+    # Two private characters for each answer: a mark that is lost or repeated concerns this answer alone.
     if MARKS + 2 * len(answers) > LARGEST_MARK:
         return None
     messages = list(chat.messages)
@@ -287,11 +310,13 @@ def _contents_by_marks(chat: Conversation, text: str, rendered: str | ValueError
     if rendered is None or isinstance(rendered, ValueError):
         return {}
     plain, places = _without_marks(without_generation_marks(rendered))
+    # The template looks into contents: what it made of marked ones proves nothing about the text without marks.
     if plain != text:
         return {}
     found = {}
     for order, number in enumerate(_answers_with_content(chat)):
         begins, ends = places.get(2 * order, []), places.get(2 * order + 1, [])
+        # Once each, and around the content as the data have it: else the template has cut or repeated the content.
         if len(begins) == len(ends) == 1 and text[begins[0] : ends[0]] == chat.messages[number]["content"].strip():
             found[number] = TextSpan(begins[0], ends[0])
     return found
@@ -301,6 +326,7 @@ def _without_marks(text: str) -> tuple[str, dict[int, list[int]]]:
     """The text without marks, and where in it each mark was."""
     places: dict[int, list[int]] = {}
     for order, match in enumerate(_MARK.finditer(text)):
+        # Without marks: each one before it has moved it by a character.
         places.setdefault(ord(match[0]) - MARKS, []).append(match.start() - order)
     return _MARK.sub("", text), places
 

@@ -43,11 +43,14 @@ def clock_offsets(axis: Axis, clock: Callable[[], float] = time.time) -> list[fl
     """
     mine = 0.0
     message = torch.zeros(1, dtype=torch.float64)
+    # One peer at a time: rank 0 would measure its own queue if several replies came at once.
     for peer in range(1, axis.size):
         if axis.rank == peer:
             for _ in range(PING_PONGS):
                 _receive(message, axis, source=0)
                 _send(message.fill_(clock()), axis, to=0)
+            # After the ping-pongs rank 0 sends back what it has found, so that every rank knows its own offset for
+            # `from_all`.
             _receive(message, axis, source=0)
             mine = float(message)
         elif axis.rank == 0:
@@ -57,6 +60,8 @@ def clock_offsets(axis: Axis, clock: Callable[[], float] = time.time) -> list[fl
                 _send(message, axis, to=peer)
                 _receive(message, axis, source=peer)
                 end = clock()
+                # Round trip first, so that `min` takes the quickest. Halfway through it the peer read its clock, give
+                # or take the asymmetry of the two ways.
                 tries.append((end - begin, float(message) - (begin + end) / 2))
             _send(message.fill_(min(tries)[1]), axis, to=peer)
     return from_all(axis, lambda: mine)
@@ -88,6 +93,8 @@ class Link(NamedTuple):
 def measured_links(axes: Mapping[str, Axis], everyone: Axis, device: torch.device) -> list[Link]:
     """Every link between neighbours on every axis: of five ping-pongs of 1 MiB the quickest counts."""
     best: dict[tuple[str, int, int], Link] = {}
+    # All ranks get all links, so they decide alike whether to measure again: a rank that stopped alone would leave its
+    # neighbours waiting.
     for _ in range(ATTEMPTS):
         mine = [link for name, axis in axes.items() for link in _links_of(name, axis, device)]
         for link in (link for links in from_all(everyone, lambda found=mine: found) for link in links):  # type: ignore[misc]
@@ -110,6 +117,8 @@ def slow_links(links: Sequence[Link]) -> list[tuple[Link, float]]:
 def _links_of(name: str, axis: Axis, device: torch.device) -> Iterator[Link]:
     """The links that begin at this rank. Links without a common rank are measured at the same time."""
     message = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
+    # A ring; of two ranks both edges are the same link. Three phases without a common rank in any: even edges, odd
+    # ones, and the one that closes the ring, whose ends both have another edge.
     edges = [(rank, (rank + 1) % axis.size) for rank in range(axis.size if axis.size > 2 else 1)]
     for first, second in [edge for phase in (0, 1, 2) for edge in edges if _phase(edge) == phase]:
         if axis.rank not in (first, second):
@@ -125,6 +134,7 @@ def _links_of(name: str, axis: Axis, device: torch.device) -> Iterator[Link]:
                 _send(message, axis, to=first)
             _synchronize(device)
             seconds.append(time.perf_counter() - begin)
+        # Bytes go there and back; the first round trip also made the connection.
         if axis.rank == first:
             bandwidth = 2 * LINK_BYTES / min(seconds[1:])
             yield Link(name, axis.ranks[first], axis.ranks[second], bandwidth)
@@ -138,6 +148,7 @@ def measured_products(everyone: Axis, device: torch.device) -> list[float]:
     """Shortest seconds of a fixed matrix product on each rank, all ranks at the same time."""
     best: list[float] | None = None
     for _ in range(ATTEMPTS):
+        # At the same time on all ranks: those of one machine share its power and memory in training, too.
         found = from_all(everyone, lambda: product_seconds(device))
         best = found if best is None else [min(pair) for pair in zip(best, found, strict=True)]
         if not slow_ranks(best):
@@ -218,6 +229,8 @@ class Findings:
 
 def preflight(subject: Subject, mesh: Mesh, *, backend: str) -> int:
     """Compare the ranks of `mesh`, which has no axis but the world; rank 0 prints. The status: 1 if one is not well."""
+    # 1. Facts. The group of the world is all there is: its size is the launcher's, so even ranks of different configs
+    # have it.
     begin = time.perf_counter()
     findings = Findings()
     free = Free.of(subject.folder, mesh.device)
@@ -227,9 +240,12 @@ def preflight(subject: Subject, mesh: Mesh, *, backend: str) -> int:
     different = differing(of_ranks)
     _compare(findings, of_ranks[0], different)
     _resources(findings, free_of_ranks, subject)
+    # 2. Clocks, which need nothing of the layout.
     offsets = clock_offsets(mesh.checkpoint_axis)
     clock = clock_problem(offsets, hosts)
     findings.add("clocks", f"at most {max(map(abs, offsets)):.3g} s from rank 0's", [clock] if clock else [])
+    # 3. Links and speed, over the groups of the layout. `different` is the same on all ranks, so all of them make
+    # groups, or none does.
     if any(name.startswith(DECIDES) for name in different):
         findings.add("links", "not measured: the ranks first need one config")
     else:
@@ -244,6 +260,8 @@ def preflight(subject: Subject, mesh: Mesh, *, backend: str) -> int:
 
 def _compare(findings: Findings, facts: Facts, different: dict[str, str]) -> None:
     """Lines of the facts: each version for itself, variables, config and others each as one."""
+    # Names say how a fact is shown: "torch" is a line of its own, PREFIX_NAME an environment variable, "config NAME"
+    # one of a kind.
     for name, value in facts.items():
         if " " not in name and not name.startswith(PREFIXES):
             findings.add(name, value, [different[name]] if name in different else [])
@@ -288,6 +306,7 @@ def _measure(findings: Findings, subject: Subject, mesh: Mesh, backend: str, hos
         text = f"{number}, {min(speeds):.2f} to {max(speeds):.2f} GB/s"
         findings.add(f"links {name}", text, list(_sentences(of_axis, hosts)))
     seconds = measured_products(mesh.checkpoint_axis, mesh.device)
+    # The lower median, as in `slow_ranks`, so that the sentence has the number that was compared.
     typical = sorted(seconds)[(len(seconds) - 1) // 2]
     told = [
         f"rank {rank} on {hosts[rank]} is slow: a fixed matrix product takes {1e3 * seconds[rank]:.2f} ms, "

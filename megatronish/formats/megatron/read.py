@@ -72,6 +72,7 @@ class RankFile(NamedTuple):
 
 def folder_of(load: Path) -> Path:
     """Folder with the ranks' folders: `load` itself, or that of the iteration which its LATEST file names."""
+    # A folder of iterations has LATEST; without it, `load` may be one iteration's folder itself.
     latest = load / LATEST
     if latest.is_file():
         text = latest.read_text(encoding="utf-8", errors="replace").strip()
@@ -97,6 +98,8 @@ def first_file(folder: Path) -> Path:
 
 def read_ranks(folder: Path, first: RankFile) -> tuple[RankGrid, list[list[RankFile]]]:
     """Files of all ranks, by stage, in the order of the grid; UserError, with the path, if one is missing."""
+    # Sizes come from the first file; the others must exist under the names that follow from them, so no listing of the
+    # folder is needed.
     grid = _grid_of(first)
     sizes = f"tensor parallel size {grid.tp} and pipeline parallel size {grid.pp}"
     if grid.ep > 1:
@@ -115,6 +118,8 @@ def read_ranks(folder: Path, first: RankFile) -> tuple[RankGrid, list[list[RankF
 def _grid_of(first: RankFile) -> RankGrid:
     """Sizes that the arguments say; UserError for what are none."""
     args = first.args
+    # Arguments are foreign: any type, any size, and names that changed over the versions. Without an expert tensor size
+    # it is the tensor size.
     tp: Any = args.get("tensor_model_parallel_size", args.get("model_parallel_size", 1))
     pp: Any = args.get("pipeline_model_parallel_size", 1)
     ep: Any = args.get("expert_model_parallel_size", 1)
@@ -124,6 +129,7 @@ def _grid_of(first: RankFile) -> RankGrid:
         said = " and ".join(f"{name} parallel size {quote(size)}" for name, size in sizes.items())
         raise UserError(f"{first.path} says {said}, which is not possible; fetch it again")
     grid = RankGrid(tp, pp, ep, sizes["expert tensor"])
+    # `RankGrid` needs it: a tensor rank then has one expert tensor rank.
     if grid.tp % grid.etp:
         raise UserError(
             f"{first.path} says expert tensor parallel size {grid.etp}, which does not divide its tensor parallel size "
@@ -136,6 +142,7 @@ def read_rank(path: Path) -> RankFile:
     file = TorchFile(path)
     content = file.content if isinstance(file.content, dict) else {}
     args, version = content.get("args"), content.get("checkpoint_version", 0)
+    # `model` is chunk 0, as is `model0`; `args` is an Arguments object of the unpickler, on which nothing was called.
     trees = {int(match[1] or 0): content[key] for key in content if (match := CHUNK.fullmatch(str(key)))}
     if not trees or not isinstance(args, Arguments):
         lacking = "arguments" if trees else "model"
@@ -157,6 +164,7 @@ def _flat(
 
     Names of what is no weight are added to `others`.
     """
+    # Bounded: a pickle can hold a dict that holds itself.
     if not isinstance(tree, dict) or depth > DEPTH:
         raise UserError(f"{file.path} holds no tensors where {prefix or 'its model'} should be; fetch it again")
     for key, value in tree.items():
@@ -241,6 +249,8 @@ def _by_global_name(ranks: list[list[RankFile]], folder: Path, model: ModelConfi
 
 def _chunk(stage: list[RankFile], chunk: int) -> dict[str, list[RankTensor]]:
     """Tensors of a chunk by name, a part for each tensor rank; UserError if names, shapes or dtypes differ."""
+    # 1. Every tensor rank has the chunk, with the same names, shapes and dtypes: cut evenly, as Megatron-LM cuts,
+    # padding included.
     for rank in stage:
         if chunk not in rank.chunks:
             raise UserError(f"{rank.path} lacks model{chunk}, which other tensor ranks have; fetch it again")
@@ -257,12 +267,14 @@ def _chunk(stage: list[RankFile], chunk: int) -> dict[str, list[RankTensor]]:
                     f"{rank.path}: {name} is {here.dtype} {list(here.shape)}, and {there.dtype} {list(there.shape)} "
                     f"in {first.path}; the files are of two models"
                 )
+    # 2. Names are translated once the ranks agree, so errors name what is in the files.
     return {canonical_name(name): [rank.chunks[chunk][name] for rank in stage] for name in first.chunks[chunk]}
 
 
 def _vocab_size(asked: int | None, first: RankFile, padded: int) -> int:
     if asked is not None and not 0 < asked <= padded:
         raise UserError(f"vocab_size={asked} does not fit the {padded} rows of the embedding; give the true vocabulary")
+    # Megatron-LM pads the vocabulary for its tensor ranks, and old arguments do not say by how much.
     given = true_vocab_size(first.args)
     if asked is None and (given is None or given > padded):
         logger.warning(
@@ -278,8 +290,10 @@ def _merged(folder: Path, name: str, parts: list[RankTensor], cut: Sharding | No
     """Lazy global tensor. Of a tensor that the model does not have (`cut` is None), the first rank's part."""
     if cut is None:
         return parts[0]
+    # A tensor that is not cut lies in the file of each tensor rank: one is read, all are compared.
     if not cut.cuts:
         parts = [one_of(name, parts)]
+    # Known from headers: a wrong file is refused before any element is read.
     wanted = local_shape(cut, len(parts))
     if parts[0].shape != wanted:
         raise UserError(
@@ -308,6 +322,7 @@ def _with_copy(
     """Lazy tied embedding, of which the last stage has a copy; UserError, when it is read, if the copy differs."""
 
     def read() -> Tensor:
+        # Compared only when the embedding is read, part by part: no two whole tables are in memory.
         for part, copy in zip(parts, copies, strict=True):
             if zlib.crc32(memory_of(part.read())) != zlib.crc32(memory_of(copy.read())):
                 raise UserError(

@@ -50,10 +50,12 @@ class Module(NamedTuple):
 
 def modules_of(description: Description) -> Iterator[Module]:
     """Modules of transformers in which the sections of a model are."""
+    # 1. Our linear layers, each with its sections: what an adapter can be on.
     layers: dict[str, dict[str, tuple[int, int]]] = {}
     for each in linear_sections(description.model):
         layer, _, section = each.name.rpartition(".")
         layers.setdefault(layer, {})[section] = (each.out_features, each.copies)
+    # 2. Their tensors, by the rules of the model's own conversion, so that names of every family come from one place.
     rules = list(hf.rules(description))
     biases = {rule.ours.removesuffix(".bias"): rule for rule in rules if rule.ours.endswith(".bias")}
     for rule in rules:
@@ -63,11 +65,14 @@ def modules_of(description: Description) -> Iterator[Module]:
         names = tuple(layers.pop(layer).items())
         sections, sizes = tuple(name for name, _ in names), tuple(size for _, (size, _) in names)
         theirs = [name.removesuffix(".weight") for name in rule.theirs]
+        # Row 0 of a stack of experts stands for all of them (`rule.row` skipped the others): they are one parameter in
+        # transformers 5.
         if rule.row == 0:
             packed = theirs[0].rpartition(".0.")[0]  # ...mlp.experts, as transformers 5 keeps them for all families
             packed = packed.replace("block_sparse_moe", "mlp")
             parameter = "down_proj" if sections == ("down",) else "gate_up_proj"
             yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter)
+        # Each section is a module of its own there (q_proj, k_proj, v_proj).
         elif len(theirs) == len(sections):
             for name, section, size in zip(theirs, sections, sizes, strict=True):
                 yield Module(name, layer, (section,), (size,))
@@ -78,10 +83,13 @@ def modules_of(description: Description) -> Iterator[Module]:
 
 def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
     """A and B of one module: several sections as one adapter, A stacked and B block-diagonal."""
+    # Several sections of one module, [A1; A2] and diag(B1, B2): (B A) x has the outputs of each section from its own
+    # adapter alone.
     dim = 1 if module.experts else 0
     a = torch.cat([each["A"] for each in parts.values()], dim=dim)
     sizes = dict(zip(module.sections, module.sizes, strict=True))
     first = next(iter(parts.values()))["B"]
+    # Rows of B are outputs of all sections of the module, columns only the ranks of those that have an adapter.
     b = first.new_zeros(*first.shape[:-2], sum(module.sizes), rank * len(parts))
     row = 0
     for name, size in sizes.items():
@@ -89,6 +97,7 @@ def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank
             column = rank * list(parts).index(name)
             b[..., row : row + size, column : column + rank] = parts[name]["B"]
         row += size
+    # PEFT has the experts' ranks side by side, in another order for A than for B.
     if module.experts:  # [E, r, in] -> [E r, in]; [E, out, r] -> [out, r E]
         a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2)
     elif module.rows is not None:
@@ -113,6 +122,7 @@ def our_parts(
     module: Module, tensors: list[Tensor], config: AdapterConfig, source: Path
 ) -> dict[str, dict[str, Tensor]]:
     """Tensors of one module as those of its sections: {section: {"A": ..., "B": ...}} or {section: {"l": ...}}."""
+    # IA3: scales of the outputs, in our order of rows, or of the inputs of a down-projection.
     if config.adapter_type == "ia3":
         _refuse_other_side(module, tensors[0], source)
         scale = tensors[0].flatten()
@@ -122,12 +132,14 @@ def our_parts(
         scales = dict(zip(module.sections, scale.split(sizes), strict=True))
         # A section of a fused module that is multiplied by ones has no adapter.
         return {name: {"l": part} for name, part in scales.items() if len(scales) == 1 or not (part == 1).all()}
+    # LoRA: the layouts that `lora_tensors` makes are undone in reverse.
     a, b = tensors
     if module.experts:
         a = a.unflatten(0, (module.experts, -1))  # [E r, in] -> [E, r, in]
         b = b.unflatten(1, (-1, module.experts)).permute(2, 0, 1)  # [out, r E] -> [E, out, r]
     elif module.rows is not None:
         b = module.rows.join([b])
+    # Before any split: an adapter of another model would fail in one, without a sentence.
     if a.shape[-2] != b.shape[-1] or b.shape[-2] != sum(module.sizes):
         raise UserError(
             f"{source}: {module.name} has A {list(a.shape)} and B {list(b.shape)}, and the model's layer has "
@@ -156,15 +168,20 @@ def _refuse_other_side(module: Module, scale: Tensor, source: Path) -> None:
 def _apart(module: Module, a: Tensor, b: Tensor, rank: int) -> dict[str, dict[str, Tensor]]:
     """Adapters of the sections of one module: blocks of a block-diagonal B, or one A for all of them."""
     rows = dict(zip(module.sections, b.split(module.sizes, dim=-2), strict=True))
+    # 1. A rank that is a multiple of the config's can be that of n adapters in blocks; one adapter of that rank has the
+    # same shapes, so the elements of B decide.
     number = a.shape[-2] // rank
     if number > 1 and a.shape[-2] == number * rank:
         blocks, found = list(zip(a.split(rank, dim=-2), range(0, number * rank, rank), strict=True)), {}
+        # 2. As many blocks as sections, or as the sections whose rows are not all zero, in their order.
         names = list(module.sections) if number == len(rows) else [name for name, each in rows.items() if each.any()]
         for name, (block, column) in zip(names, blocks, strict=False):
             found[name] = {"A": block.contiguous(), "B": rows[name][..., column : column + rank].contiguous()}
+        # 3. Block-diagonal: B has no element outside of the blocks.
         others = sum(int(each.count_nonzero()) for each in rows.values())
         if len(found) == number and others == sum(int(each["B"].count_nonzero()) for each in found.values()):
             return found
+    # 4. Else the sections share one A, and each has its rows of B: the same product, with copies of A.
     return {name: {"A": a.clone(), "B": each.contiguous()} for name, each in rows.items()}
 
 
@@ -179,6 +196,7 @@ def write(save: Path, adapter: SavedAdapter, description: Description, *, base: 
     modules: list[str] = []
     parameters: list[str] = []
     ranks: dict[str, int] = {}
+    # Module by module in the model's order; PEFT's config then names exactly the modules that have tensors.
     for module in modules_of(description):
         found = {
             name: sections[f"{module.layer}.{name}"] for name in module.sections if f"{module.layer}.{name}" in sections
@@ -192,6 +210,7 @@ def write(save: Path, adapter: SavedAdapter, description: Description, *, base: 
             tensors |= ia3_tensors(module, read)
             continue
         tensors |= lora_tensors(module, read, config.lora_rank)
+        # Sections merged to one module have the sum of their ranks, which PEFT must find in its pattern of ranks.
         if len(found) > 1:
             ranks[whole] = len(found)
     _refuse_dense_next_to_packed(modules, parameters)
@@ -228,6 +247,7 @@ def read(load: Path, description: Description) -> SavedAdapter:
     targets: list[str] = []
     for module in modules_of(description):
         names = [f"{module.key}.{part}" for part in PARTS[config.adapter_type or "lora"]]
+        # A module without its first tensor has no adapter; one with the first and not the second is damaged.
         if names[0] not in tensors:
             continue
         if missing := [name for name in names if name not in tensors]:
@@ -240,6 +260,7 @@ def read(load: Path, description: Description) -> SavedAdapter:
             for section, of_section in parts.items()
             for part, tensor in of_section.items()
         }
+    # What no module has claimed would be silently lost: full weights of modules_to_save, or another model's names.
     if left := sorted(tensors.keys() - used):
         raise UserError(
             f"{load / FILE} holds {left[0]}, which is no adapter of a linear layer of this model; the adapter is of "

@@ -107,16 +107,18 @@ class FullySharded:
             if parameter.is_floating_point() and not parameter.requires_grad:  # it needs no master
                 parameter.data = parameter.data.to(settings.dtype)
         domain_of = {name: domains[sharding.domain] for name, sharding in shardings.items()}
-        # Units: what has data ranks of its own (experts), every layer, and what is left of the stage around them.
+        # 1. Units, from the inside out: what has its own data ranks (experts), every layer, and the rest of the stage.
         for module, domain in _of_other_domains(stage, domain_of):
             _fully_shard([module], domain, settings)
         self._stage, *layers = _fully_shard(
             [stage, *(layer for chunk in chunks for layer in chunk)], domains["dense"], settings
         )
+        # 2. Prefetch in a backward, inside of a chunk; between chunks the schedule decides (`begin_action`).
         waiting = iter(layers)
         self._chunks = [list(islice(waiting, len(chunk))) for chunk in chunks]
         for before, layer in (pair for chunk in self._chunks for pair in pairwise(chunk)):
             layer.set_modules_to_backward_prefetch([before])
+        # 3. Memory, now that each rank has only its rows; all of it is filled below or by a checkpoint.
         stage.to_empty(device=torch.device("cpu") if settings.offload == "parameters" else device)
 
         # Rows of this rank, flat, and the rectangles of the global tensors that they are.
@@ -136,10 +138,12 @@ class FullySharded:
         self._plans, frozen = (self._plan(kept, shardings, settings, learns=learns) for learns in (True, False))
         counted = {name for plan in (*self._plans, *frozen) if plan.counted for name in plan.names}
         self.counted = {name for name in counted if self._rows[name].is_floating_point()}
+        # fp32, whatever the rows are, and flat, so that replicas and partial sums need one collective a bucket.
         self._sums = [torch.zeros(plan.size, device=self._rows[plan.names[0]].device) for plan in self._plans]
         for name, total in self._views(self._sums).items():
             _let_add_up(kept[name], in_=total)
         self._masters: dict[str, Tensor] = {}
+        # 4. Masters apart from the rows, where they are offloaded: else the fp32 rows are the masters.
         if settings.masters_on is not None:
             self._masters = self._views(memory_on(settings.masters_on, self._sums))
             for name, master in self._masters.items():
@@ -184,6 +188,8 @@ class FullySharded:
         """(kind, chunk, micro-batch) comes next, and is the last of its kind in its chunk or not."""
         kind, chunk, _ = action
         if kind == "B":
+            # A backward that is not its chunk's last leaves its reductions in progress: they overlap with what comes
+            # next.
             self._stage.set_is_last_backward(is_last)
             self._stage.set_modules_to_backward_prefetch(self._chunks[chunk][-1:])
 
@@ -199,6 +205,8 @@ class FullySharded:
     def finish_reduction(self) -> None:
         """Returns once every gradient is summed over all that it must be summed over."""
         # What is offloaded goes to the device and back, a bucket at a time: NCCL sends nothing from the CPU's memory.
+        # 1. Replicas, which `fully_shard` does not know of. All transfers are started before one is waited for, except
+        # for those that use the device as a detour.
         under_way = []
         for plan, total in zip(self._plans, self._sums, strict=True):
             if plan.domain.replicate.size > 1:
@@ -210,6 +218,7 @@ class FullySharded:
                     total.copy_(pending.wait())
         for total, pending in under_way:
             total.copy_(pending.wait())
+        # 2. Partial gradients and tied embeddings, once the sums above are complete.
         for plan, total in zip(self._plans, self._sums, strict=True):
             if plan.sums_over:
                 on_device = total.to(self._device)
@@ -217,6 +226,7 @@ class FullySharded:
                     comm.all_reduce(on_device, axis)
                 if on_device is not total:
                     total.copy_(on_device)
+        # 3. To where the optimizer is.
         self._offloaded.start()
 
     def scale(self, factor: float) -> None:
@@ -252,6 +262,7 @@ class FullySharded:
 def _of_other_domains(stage: nn.Module, domain_of: Mapping[str, Domain]) -> Iterator[tuple[nn.Module, Domain]]:
     """The largest modules all of whose parameters are of one domain other than the dense one."""
     found: list[str] = []
+    # Outer modules come first, so a module inside one that was found is left to it.
     for path, module in stage.named_modules():
         names = {domain_of[f"{path}.{name}".lstrip(".")].name for name, _ in module.named_parameters()}
         if len(names) == 1 and names != {"dense"} and not any(path.startswith(f"{other}.") for other in found):
@@ -272,6 +283,7 @@ def _fully_shard(modules: Sequence[nn.Module], domain: Domain, settings: DataPar
     for module in reversed(modules):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
     units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+    # Sums and no means: the loss is divided once, by a count over all ranks.
     for unit in units:
         unit.set_gradient_divide_factor(1)
         unit.set_force_sum_reduction_for_comms(True)
@@ -307,6 +319,7 @@ def _let_add_up(parameter: DTensor, *, in_: Tensor) -> None:
 
     `DTensor.from_local` would not do: it moves what is offloaded to the device of the mesh.
     """
+    # `zeros_like` makes a DTensor with the right layout; only the memory behind it is replaced.
     gradient = torch.zeros_like(parameter)
     assert isinstance(gradient, DTensor)
     local = _local(gradient)
@@ -316,6 +329,7 @@ def _let_add_up(parameter: DTensor, *, in_: Tensor) -> None:
 
 def _pieces(parameter: DTensor, pieces: Iterable[Piece], axis: Axis) -> tuple[FlatPiece, ...]:
     """The rectangles of the global tensor that this rank's rows are: as many for each but the last ranks."""
+    # torch shards dim 0 as torch.chunk does: ceil(rows / ranks) each, the last ranks fewer or none.
     num_rows, row = parameter.shape[0], parameter.shape[1:].numel()
     start = min(axis.rank * -(-num_rows // axis.size), num_rows) * row
     return flat_pieces(list(pieces), parameter.shape, start, start + _local(parameter).numel())

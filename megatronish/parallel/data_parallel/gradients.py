@@ -83,6 +83,7 @@ class GradientBuckets:
         if not self.keeps_whole:
             part = torch.zeros(plan.size // plan.domain.shard.size, dtype=torch.float32, device=device)
             return Bucket(plan, part, None)
+        # Kept whole, the part is a view of the buffer: after a reduce-scatter in place it holds the sum.
         flat = torch.zeros(plan.size, dtype=torch.float32, device=device)
         return Bucket(plan, plan.part(flat), flat, plan.views(flat, self._parameters))
 
@@ -90,6 +91,8 @@ class GradientBuckets:
         """Let autograd add into the bucket; where it cannot, a hook adds instead."""
         bucket = self._bucket_of[name]
         domain = bucket.plan.domain
+        # Autograd adds into .grad only in the parameter's dtype, and only if the buffer stays where it is. ZeRO-2 frees
+        # it after each backward.
         by_hook = parameter.dtype != torch.float32 or not self.keeps_whole
         if not by_hook:
             parameter.grad = bucket.views[name]
@@ -102,12 +105,15 @@ class GradientBuckets:
     def _accumulated(self, name: str, by_hook: bool, parameter: nn.Parameter) -> None:
         # A linear layer that defers its weight gradient hands autograd None, and this is called none the less.
         if by_hook and parameter.grad is not None:
+            # In fp32, where each micro-batch is rounded once, by autograd, and their sum is not.
             self._whole(self._bucket_of[name]).views[name].add_(parameter.grad)
             parameter.grad = None
         self.weight_gradient_ready(parameter)
 
     def _whole(self, bucket: Bucket) -> Bucket:
         """The bucket with a buffer for all of it."""
+        # Two ways to have no memory: ZeRO-2 has no buffer at all, `gives_back` keeps the tensor and its views over an
+        # empty storage, as autograd holds these views.
         if bucket.flat is None:
             bucket.flat = bucket.part.new_zeros(bucket.plan.size)
             bucket.views = bucket.plan.views(bucket.flat, self._parameters)
@@ -146,11 +152,15 @@ class GradientBuckets:
         self._num_queued = len(buckets)
         self._source = None
         for bucket in buckets:
+            # Each source delivers each parameter once in a step: a plan groups parameters by their sources, so the
+            # product is exact.
             bucket.waiting_for = {(name, source) for name in bucket.plan.names for source in bucket.plan.sources}
 
     def begin_action(self, action: tuple[str, int, int], is_last: bool) -> None:
         """(kind, chunk, micro-batch) comes next: if it is the last of its kind in its chunk, what it adds is final."""
         kind, chunk, _ = action
+        # Kept whole, gradients add up over the micro-batches: only the last action of its kind makes one final. W
+        # actions add to the views without a hook, so their memory must be there.
         if self.keeps_whole:
             if kind == "W":  # which adds to the sums itself
                 for bucket in self.buckets:
@@ -160,6 +170,8 @@ class GradientBuckets:
         # ZeRO-2: every backward is reduced by itself. What the one before has left is reduced now.
         self._reduce_all()
         if kind == "B":
+            # Only what this backward adds to: other chunks deliver in backwards of their own, which have reductions of
+            # their own.
             self._enqueue([bucket for bucket in self._turns if (chunk, kind) in bucket.plan.sources])
             for bucket in self._queue:
                 bucket.waiting_for = {(name, (chunk, kind)) for name in bucket.plan.names}
@@ -173,6 +185,7 @@ class GradientBuckets:
     def mark_ready(self, name: str, source: Source) -> None:
         """Nothing more comes to the gradient of `name` from there. Sources its bucket does not wait for are ignored."""
         bucket = self._bucket_of[name]
+        # A second delivery would mean that the bucket may have been reduced already, without what comes now.
         if source in bucket.plan.sources:
             if (name, source) not in bucket.waiting_for:
                 raise RunError(
@@ -181,6 +194,8 @@ class GradientBuckets:
                     "--recompute-granularity full out"
                 )
             bucket.waiting_for.remove((name, source))
+        # Only the first of the queue, even if later ones are full: ranks must start collectives in one order, and
+        # gradients become final in different orders.
         while self._queue and not self._queue[0].waiting_for:
             self._reduce_next()
 
@@ -193,12 +208,15 @@ class GradientBuckets:
         bucket = self._whole(self._queue.popleft())
         domain = bucket.plan.domain
         assert bucket.flat is not None
+        # The same tensor where the dtypes agree: then the reduction is in place, without a copy.
         sent = bucket.flat.to(self.reduce_dtype)
         if self._is_one_all_reduce(bucket):
             pending = comm.start_all_reduce(sent, domain.replicate)
         else:
             # [size] -> [size / shard], into the place of this rank's part
             pending = comm.start_reduce_scatter(sent, domain.shard, into=bucket.plan.part(sent))
+        # The buffer lives on in the transfer alone. At most MAX_PENDING transfers, or a slow network would keep all
+        # gradients in memory.
         if not self.keeps_whole:
             bucket.flat, bucket.views = None, {}
             while len(self._reducing) >= MAX_PENDING:
@@ -217,6 +235,7 @@ class GradientBuckets:
     def _take_in(self, bucket: Bucket, pending: comm.Pending) -> None:
         """Take what has arrived into the part."""
         arrived = pending.wait()
+        # ZeRO-2 adds up sums of micro-batches. Else the result replaces the part, and in place nothing is left to do.
         if not self.keeps_whole:
             bucket.part.add_(arrived)
         elif self.reduce_dtype != bucket.part.dtype:

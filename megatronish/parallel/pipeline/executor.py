@@ -102,6 +102,9 @@ class Executor:
         other.chunks, other._forwards, other._handed_over = chunks, {}, {}
         return other
 
+    # Each turn of the loop frees what it can before the next one waits for its input, which may take long.
+    # A plan without B (evaluation, generation) saves nothing for a backward; one with W defers weight gradients. The
+    # last action of each kind in a chunk is the one that makes gradients final.
     def run(
         self,
         actions: Sequence[Action],
@@ -173,11 +176,14 @@ class Executor:
         totals: dict[str, Tensor],
     ) -> Tensor:
         """The chunk's output; its sums are added to `totals`. `loss_scale` None saves nothing for a backward."""
+        # A leaf of this chunk's graph: its gradient is what the position before needs.
         if x is not None:
             x.requires_grad_(loss_scale is not None)
         y, sums = self.chunks[action.chunk](x, micro_batch, step=step)
         for name, value in sums.items():
             add_sum(totals, name, value)
+        # At the end of the model backward starts from the scale itself, elsewhere from the gradient that arrives. Only
+        # a first position whose parameters are all frozen has no edge: any other has an input that needs a gradient.
         if loss_scale is not None:
             loss_gradient = y.new_full((), loss_scale) if self._target(action) is None else None
             edge = get_gradient_edge(y) if y.requires_grad else None
@@ -186,9 +192,11 @@ class Executor:
 
     def _backward(self, action: Action, dy: Tensor | None) -> Tensor | None:
         """The gradient of the chunk's input [S, B, D]; None for the first position."""
+        # The queue of this backward is opened also where it defers nothing, so that its W action finds it.
         if self.weight_gradients is not None:
             self.weight_gradients.fill(chunk=action.chunk, micro_batch=action.micro_batch)
         x, output, loss_gradient = self._forwards.pop(_place_in(action))
+        # The popped record was the last to hold the input: it is freed once its gradient has been sent.
         if output is not None:
             torch.autograd.backward((output,), (dy if loss_gradient is None else loss_gradient,))
         return None if x is None else x.grad
@@ -211,6 +219,8 @@ class Executor:
 
     def _deliver(self, action: Action, output: Tensor) -> None:
         """Pass the action's output to the action that needs it: directly within the stage, else by a send."""
+        # An output of F is the input of the next position's F, one of B that of the B before: the kind stays, the chunk
+        # changes.
         target = self._target(action)
         assert target is not None
         needed_by = action._replace(chunk=target.chunk)

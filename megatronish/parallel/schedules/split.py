@@ -43,10 +43,12 @@ class PipelineCosts(NamedTuple):
 
     def slowness(self, sizes: Sequence[int]) -> Slowness:
         """Cost of the slowest stage, sum of squares of stages' costs and of chunks' costs, rounded to nine digits."""
+        # Prefix sums: the cost of layers [start, stop) is before[stop] - before[start].
         before = list(accumulate(self.layers, initial=0.0))
         runs = pairwise(accumulate(sizes, initial=0))
         costs = [end + before[stop] - before[start] for end, (start, stop) in zip(self.ends, runs, strict=True)]
         stages = [sum(costs[position] for position in positions) for positions in self.stages]
+        # Rounded, so that sums of equal costs in another order compare as equal and the search ends.
         squares = (round(sum(cost**2 for cost in parts), 9) for parts in (stages, costs))
         return round(max(stages), 9), next(squares), next(squares)
 
@@ -85,6 +87,8 @@ def _contiguous(pipeline: PipelineCosts) -> list[int]:
 
 def _stops(pipeline: PipelineCosts, position: int, start: int) -> range:
     """Possible ends of a position's run that starts at layer `start`: every later position needs a layer."""
+    # The last position takes all that is left; a position of a fixed stage has no choice, and may leave too few layers
+    # for later ones: then the range is empty.
     after = range(position + 1, len(pipeline.ends))
     most = len(pipeline.layers) - sum(pipeline.fixed.get(each, 1) for each in after)
     if position in pipeline.fixed:
@@ -101,6 +105,7 @@ def _exchanged(pipeline: PipelineCosts, sizes: list[int]) -> list[int]:
     least, goes_on = pipeline.slowness(sizes), True
     while goes_on:
         goes_on = False
+        # Layers are contiguous: a move shifts all boundaries between the two positions by one layer.
         for giver, taker in permutations(positions, 2):
             if sizes[giver] == 1:
                 continue
@@ -208,9 +213,11 @@ def _by_counts(
     num_layers: int, stages: Sequence[Sequence[int]], given: dict[int, int], weights: SplitWeights
 ) -> list[int]:
     """Layers of each position, where all layers cost the same; `weights` of the ends are in units of a layer."""
+    # 1. How far each position is from the ends of the model: between equal costs the middle gets the layer.
     num_positions = sum(map(len, stages))
     extra = _ends(num_positions, weights)
     inward = [min(position, num_positions - 1 - position) for position in range(num_positions)]
+    # 2. Over the stages without a given number, then over the chunks of each stage.
     free = [stage for stage in range(len(stages)) if stage not in given]
     dealt = _deal(
         num_layers - sum(given.values()),
