@@ -1,7 +1,8 @@
 """Attention over a whole sequence, on one rank's heads: without probabilities in memory, or with (explicit.py).
 
 Without, it is SDPA or FlexAttention (flash.py). SDPA knows no sinks; with them its flash operations run (sinks.py). It
-draws masks of its own from the global generator; so dropout has an attention of its own, block by block (dropped.py).
+draws masks of its own from the global generator; so dropout has an attention of its own,
+block by block (dropout_attention.py).
 """
 
 from collections.abc import Callable

@@ -142,7 +142,7 @@ def _missing_data(data: DataConfig) -> Iterator[str]:
                 yield f"{name}={prefix[:60]!r}: {complaint}"
                 continue
             missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
-            # What exists and is no ordinary file has another remedy than what is missing: a pipe would block its reader.
+            # What exists and is no ordinary file has another remedy: a pipe would block its reader.
             odd = [path for path in missing if Path(path).exists()]
             if odd:
                 yield f"{name}={prefix}: {odd[0]} is no file but a folder, a pipe or a device; name the prefix of files"

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 from megatronish.core.errors import UserError
+from megatronish.core.foreign import read_json
 from megatronish.tokenizer.names import NAMES, TEMPLATES
 
 RepoType = Literal["model", "dataset"]
@@ -151,9 +152,18 @@ def fetch_weights(load_hf: str | None) -> None:
     """Download the weights of a model whose description is in the hub's cache already."""
     # The path is that of a snapshot, which has the commit in it: the weights come from the same commit as the
     # description, also when the repository has changed since.
-    name = None if load_hf is None or os.path.exists(f"{load_hf}/{_INDEX}") else _NAME.fullmatch(name_of(load_hf))
-    if name is not None and not os.path.exists(f"{load_hf}/{_WEIGHTS}"):
+    name = None if load_hf is None else _NAME.fullmatch(name_of(load_hf))
+    if name is not None and load_hf is not None and not _has_weights(Path(load_hf)):
         fetch(HubName(*name.groups()), "model", whole, flag="--load-hf")
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder has all files of weights. The index of several is there before them, with the description."""
+    try:
+        files = set(read_json(folder / _INDEX)["weight_map"].values()) if (folder / _INDEX).exists() else {_WEIGHTS}
+        return all((folder / file).exists() for file in files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # its reader says what is wrong with an index
+        return True
 
 
 def data_files(word: str, field: str, *, is_alone: bool) -> list[str]:

@@ -136,8 +136,8 @@ def _fill(parsed: Parsed, read_start: ReadStart | None, *, world_size: int | Non
     if isinstance(start, str):
         raise ConfigError([start, *parsed.problems])
     defaults = {} if start is None else start.fields(parsed.values)
-    # Over the defaults what that model says, over that what was given. Fields with a complaint hold their defaults, which
-    # no rule may complain about: the user wrote another value.
+    # Over the defaults what that model says, over that what was given. Fields with a complaint hold their defaults,
+    # which no rule may complain about: the user wrote another value.
     config = with_fields(Config(), **defaults | parsed.values)
     derived = derive(config, path=parsed.path, world_size=world_size, invalid=parsed.invalid)
     notes = list(derived.notes)

@@ -2,7 +2,7 @@
 
 Every token is one run of the pipeline executor (parallel/pipeline/executor.py) with a plan of forwards alone. A
 micro-batch is a batch of prompts, and as many batches are generated at a time as there are pipeline stages, so that
-stages work at the same time. decoding.py says what goes through the model.
+stages work at the same time.
 
 The text of a prompt is a function of the seed and the prompt (and of which copy of an equal prompt it is): it depends
 neither on the batch nor on the layout. But layouts sum in different orders and so round logits differently. Where two

@@ -330,9 +330,7 @@ def _wait_for_failures(ranks: Sequence[LocalRank], pulses: Pulses | None) -> lis
             deadline = time.monotonic() + (ABORT_SECONDS if aborted else GRACE_SECONDS)
         # A report about the whole run names the culprit already; ranks that failed otherwise add nothing to it.
         if deadline is not None and any(rank.ending is not None and rank.ending.is_of_run for rank in ranks):
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-            if all(rank.has_failed for rank in ranks if rank.ending is not None and rank.ending.is_of_run):
-                break
+            break
         # Ranks end together, after the last barrier. One that still runs long after another has finished waits for no
         # peer: it is stopped by a signal, or its disk hangs.
         if finish is None and any(rank.process.exitcode == 0 for rank in ranks):

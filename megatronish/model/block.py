@@ -66,7 +66,7 @@ class TransformerBlock(nn.Module):
 
 
 BLOCKS: dict[str, Callable[..., nn.Module]] = {"transformer": TransformerBlock}
-"""The blocks of --block, each a `MakeBlock`; `LAYERS` of layer_specs.py has their specs, under the same names."""
+"""The blocks of --block, each a `MakeBlock`; `LAYERS` of specs/layers.py has their specs, under the same names."""
 
 
 def make_block_of(config: ModelConfig) -> MakeBlock:

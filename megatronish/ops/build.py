@@ -32,7 +32,7 @@ from megatronish.core.files import private_folder
 
 
 OPERATION, LOAD, STORE = 0xFFF, 0x981, 0x986  # LDG and STG
-WIDTHS = (1, 1, 2, 2, 4, 8, 16)  # bytes, by the three bits
+WIDTHS = (1, 1, 2, 2, 4, 8, 16, 16)  # bytes, by the three bits, of which no instruction has all
 SECTIONS, OF_SECTIONS = 0x28, 0x3A  # where an ELF header has the place of section headers; their size, number and names
 
 

@@ -4,7 +4,7 @@ Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the scale and the d
 (arXiv:2502.16982). It updates the 2-D weights of the layers, each section of a fused weight (queries, keys and values;
 gate and up) as a matrix of its own. Embeddings, head, norms and biases are updated by AdamW.
 
-The whole matrix is orthogonalised, however tp and ZeRO cut it (matrix_distribution.py). Momentum has the shape and the
+The whole matrix is orthogonalised, however tp and ZeRO cut it (`MatrixDistribution`). Momentum has the shape and the
 device of the shard. Where that is the CPU while the model is on a GPU, pieces are copied to the GPU, communicated and
 orthogonalised there, and the updates are copied back.
 """

@@ -2,7 +2,7 @@
 
 Loss, gradient norm and metrics of every step; and, to locate a difference, the sum and the sum of squares of every
 layer's output for every sample, and the sum of squares of every parameter's gradient. Of a model with experts also the
-choices of every token, which another run replays (routing_trace.py): one token that rounding sends to another expert
+choices of every token, which another run replays: one token that rounding sends to another expert
 would change gradients by 5e-3, and hide every other difference.
 """
 

@@ -15,9 +15,9 @@ import pytest
 from megatronish.commands.import_config import Framework, imported
 from megatronish.compat.importers.accelerate import MEGATRON, PARALLELISM
 from megatronish.compat.importers.accelerate import TOP as ACCELERATE
-from megatronish.compat.importers.axolotl import _OWN, RULES
-from megatronish.compat.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO
-from megatronish.compat.importers.deepspeed_keys import SCHEDULER_FLAGS
+from megatronish.compat.importers.axolotl import _OWN, RULES, from_axolotl
+from megatronish.compat.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO, from_deepspeed
+from megatronish.compat.importers.deepspeed_keys import OF_ONE_RANK, SCHEDULER_FLAGS
 from megatronish.config.config import Config
 from megatronish.config.data_lists import splits_of_file
 from megatronish.config.dump import to_toml, toml_value, write_toml
@@ -367,3 +367,24 @@ def test_a_page_of_a_forecast_keeps_names_of_devices_in_their_lines() -> None:
     assert sum(line.startswith("#") for line in lines) == 3
     (row,) = (line for line in lines if line.startswith("| a"))
     assert row.count("|") == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "dp", "expected"),
+    [
+        ("micro_batch_size: 4", None, {"global_batch_size": 4}),
+        ("micro_batch_size: 2\nbatch_size: 8", 4, {"global_batch_size": 32}),
+        ("micro_batch_size: 1\nfsdp: full_shard\nfsdp_config: {reshard_after_forward: 'False'}", 2, {"zero_stage": 2}),
+    ],
+)
+def test_numbers_of_one_rank_in_axolotls_files(
+    text: str, dp: int | None, expected: dict[str, int], tmp_path: Path
+) -> None:
+    found = from_axolotl(yaml.safe_load(text), folder=tmp_path, dp=dp)
+    assert {name: found.settings[name] for name in expected} == expected
+    assert any(OF_ONE_RANK in line for line in found.to_toml(tmp_path / "a.yml").splitlines()) == (dp is None)
+
+
+def test_a_batch_of_deepspeed_that_its_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train_batch_size=30 must be a multiple of .*=2 times --dp 4, 8"):
+        from_deepspeed({"train_batch_size": 30, "gradient_accumulation_steps": 2}, dp=4)

@@ -44,7 +44,19 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     write_lines(folder / "train.jsonl", [said("Hi?", "Well.")] * 80)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     data = {"data/train.jsonl": files.pop("train.jsonl"), "data/test.jsonl": b"{}\n", "README.md": b"read me"}
-    repositories = {"models/org/tiny": files | RUNS_CODE, "datasets/org/chats": data, "models/org/pickled": RUNS_CODE}
+    save_file(dict(list(tensors.items())[:3]), folder / "model-00001-of-00002.safetensors")
+    save_file(dict(list(tensors.items())[3:]), folder / "model-00002-of-00002.safetensors")
+    shards = [f"model-0000{1 if number < 3 else 2}-of-00002.safetensors" for number in range(len(tensors))]
+    index = {"metadata": {}, "weight_map": dict(zip(tensors, shards, strict=True))}
+    sharded = {name: (folder / name).read_bytes() for name in set(shards)} | {name: files[name] for name in files}
+    del sharded["model.safetensors"]
+    sharded["model.safetensors.index.json"] = json.dumps(index).encode()
+    repositories = {
+        "models/org/sharded": sharded,
+        "models/org/tiny": files | RUNS_CODE,
+        "datasets/org/chats": data,
+        "models/org/pickled": RUNS_CODE,
+    }
     with serving(repositories) as found:
         yield found
 
@@ -131,6 +143,14 @@ def test_a_run_starts_from_a_model_and_chats_of_the_hub_and_resumes_without_it(h
     found = called("http://127.0.0.1:9", tmp_path, *again)
     assert found.status == 0 and len(hub.asked) == number, found
     assert "continuing from" in found.output and "changed since: training.train_iters 1 -> 2\n" in found.output
+
+
+def test_a_run_starts_from_a_model_whose_weights_are_in_several_files(hub: Hub, tmp_path: Path) -> None:
+    argv = (
+        "--load-hf org/sharded --mock-data --train-iters 1 --lr 0.1 --micro-batch-size 1 --seq-length 64 --device cpu"
+    )
+    found = called(hub.url, tmp_path, "pretrain", *argv.split(), "--run-dir", tmp_path / "run")
+    assert found.status == 0, found
 
 
 def test_a_dry_run_fetches_no_weights(hub: Hub, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Copies of a run's state nearby: on each host, in memory, and for its neighbour (write.py, vote.py, fetch.py)."""
+"""Copies of a run's state nearby: on each host, in memory, and for its neighbour (write.py, vote.py)."""
 
 import shutil
 import sys

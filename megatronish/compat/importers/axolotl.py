@@ -252,15 +252,17 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
         raise UserError(
             f"micro_batch_size={micro} and gradient_accumulation_steps={size} must be at least 1; correct the file"
         )
-    # `batch_size` is a total, from which Axolotl derives the accumulation steps where these are not given.
+    # `batch_size` is what a rank accumulates: Axolotl derives the accumulation steps from it where these are not given.
     if batch is not None and steps is None:
-        found.set("global_batch_size", whole(batch, "batch_size"))
-        return
+        size = max(1, whole(batch, "batch_size") // micro)
     # The micro-batch and its accumulation are those of one rank there, our batch is that of all: without `dp` one is
     # assumed.
     found.set("global_batch_size", micro * size * (dp or 1))
-    if dp is None and size > 1:
-        found.leave_out("gradient_accumulation_steps", OF_ONE_RANK)
+    if dp is None:
+        key = next(
+            (each for each in ("gradient_accumulation_steps", "batch_size") if each in values), "micro_batch_size"
+        )
+        found.leave_out(key, OF_ONE_RANK)
 
 
 def _held_out(found: Imported, values: Mapping[str, Any]) -> None:
@@ -381,7 +383,7 @@ def fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
     named = text(rest, "sharding_strategy")
     rest.pop("sharding_strategy", None)
     strategy = f"{words} {STRATEGIES.get(named, named)}".upper()
-    keeps_parameters = rest.pop("reshard_after_forward", True) in (False, "false")
+    keeps_parameters = not is_on(rest.pop("reshard_after_forward", True))
     stage = 2 if keeps_parameters or "SHARD_GRAD_OP" in strategy or "ZERO2" in strategy else 3
     found.set("zero_stage", 0 if "NO_SHARD" in strategy else stage)
     # 2. Hybrid sharding: the file does not say how many replicas there are, as FSDP takes the ranks of a machine.

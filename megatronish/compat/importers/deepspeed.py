@@ -100,8 +100,13 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
                 "train_micro_batch_size_per_gpu",
                 "it follows from the data-parallel size: give --dp, or --micro-batch-size",
             )
+        elif batch % ((steps or 1) * dp):
+            raise UserError(
+                f"train_batch_size={batch} must be a multiple of gradient_accumulation_steps={steps or 1:g} times "
+                f"--dp {dp}, {(steps or 1) * dp:g}; correct the file, or import with another --dp"
+            )
         else:
-            found.set("micro_batch_size", max(1, int(batch // ((steps or 1) * dp))))
+            found.set("micro_batch_size", int(batch // ((steps or 1) * dp)))
     elif batch is None and micro is not None and values.get("train_batch_size") != "auto":
         found.set("global_batch_size", int(micro * (steps or 1) * (dp or 1)))
         if dp is None:

@@ -1,6 +1,6 @@
 """Time of one layer on one device: products, attention, pointwise operations, transfers and the host's launches.
 
-The shapes are those of the layer's cost row (layer_costs.py), so every kind of layer that has a row has a time: grouped
+The shapes are those of the layer's cost row (specs/costs.py), so every kind of layer that has a row has a time: grouped
 queries, gated MLPs, windows and experts. T is the number of tokens of a micro-batch on a rank, B s / cp.
 """
 

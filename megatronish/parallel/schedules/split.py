@@ -4,7 +4,7 @@ Layers of equal cost are assigned greedily, one at a time, to the stage with the
 layers to its chunks in the same way. This is optimal, and gives equal parts where possible. Among stages of equal cost,
 one in the middle of the model gets the layer, because the ends also hold the embedding and the head.
 
-Layers of unequal costs are split by partition.py.
+Layers of unequal costs are split by `cut_into_runs`.
 """
 
 from collections.abc import Sequence

@@ -123,7 +123,7 @@ class Forecast(Hook):
 
 
 def traffic_of(record: RankRecord) -> Counter[TrafficKey]:
-    """Bytes that a record has counted, as costs/traffic.py counts: of each call those of its largest tensor."""
+    """Bytes that a record has counted, as `expected_traffic` counts: of each call those of its largest tensor."""
     found = Counter[TrafficKey]()
     for line in record.lines:
         if len(line.ranks) == 1 or line.name == "checkpoint":  # which a thread in the background uses
