@@ -1,8 +1,8 @@
 """Check that a layout trains the same model as one process, on the user's own config.
 
 Each run records a trace (layout_trace.py). None of its numbers depends on the layout, so two traces are compared entry
-by entry, and the first entry that differs, in the order of computation, is where the runs differ. Tokens of a model with
-experts are given the choices of the one process; a token that would have chosen otherwise is an error, unless its
+by entry, and the first entry that differs, in the order of computation, is where the runs differ. Tokens of a model
+with experts are given the choices of the one process; a token that would have chosen otherwise is an error, unless its
 scores are so near to each other in the one process that rounding decides.
 """
 
