@@ -20,11 +20,10 @@ from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.data.chat.audit import Audit
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.data.collate import Collator
+from megatronish.data.collate import Collator, places_together, shortened
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.sample import Dataset, Sample, samples_of_epochs
-from megatronish.data.trim_padding import places_together, shortened
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.estimate.costs.devices import peak_tflops

@@ -24,9 +24,8 @@ from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.remote import RemotePath
 from megatronish.checkpoint.replicated import local
 from megatronish.checkpoint.replicated.copies import _moved, _remove, planned
-from megatronish.checkpoint.replicated.folders import remove_folder
+from megatronish.checkpoint.replicated.folders import id_of, remove_folder
 from megatronish.checkpoint.replicated.hosts import Hosts
-from megatronish.checkpoint.replicated.identity import id_of
 from megatronish.checkpoint.replicated.memory_limit import bytes_within_limits
 from megatronish.checkpoint.replicated.orphans import LONG, OWNER, own
 from megatronish.checkpoint.replicated.transfer import Transfer

@@ -19,9 +19,9 @@ from megatronish.compat.megatron_flags.differences import DIFFERENCES
 from megatronish.compat.megatron_flags.families import FAMILIES
 from megatronish.compat.megatron_flags.table import KNOWN, known_flag
 from megatronish.compat.megatron_flags.tried import TRIED, Tried
+from megatronish.config.check import refuse_unrunnable_plans
 from megatronish.config.fields import ALIASES, FIELDS
 from megatronish.config.flags import describe, flags_markdown, statuses
-from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.config.read import ConfigError, ReadConfig, read_config
 from megatronish.config.settings import flags_of
 from megatronish.config.suggest import nearest_name

@@ -9,7 +9,7 @@ from chat_tokenizers import encode, encoder, said, trained_text, whole_text, wit
 
 from megatronish.config.sections.chat import TrainOn
 from megatronish.data.chat.answers import UnclearError
-from megatronish.data.chat.builtin import BUILT_IN, WITH_TOOLS, built_in_template
+from megatronish.data.chat.template import BUILT_IN, WITH_TOOLS, built_in_template
 
 IM = ("<|im_start|>", "<|im_end|>")
 ARGUMENTS = '{"city": "Ulm", "days": 1}'

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from megatronish.config.sections.chat import TrainOn
 from megatronish.core.errors import UserError
-from megatronish.data.chat.builtin import built_in_template
-from megatronish.data.chat.template import ChatTemplate
+from megatronish.data.chat.template import ChatTemplate, built_in_template
 from megatronish.tokenizer.tokenizer import (
     BytesTokenizer,
     HuggingFaceTokenizer,

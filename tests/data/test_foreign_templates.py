@@ -16,8 +16,7 @@ from template_bombs import DEEP, ENDLESS, FILLING
 from megatronish.core.contained import ChildBounds, Contained, ContainedError
 from megatronish.core.errors import UserError
 from megatronish.data.chat import answers, sandbox
-from megatronish.data.chat.builtin import BUILT_IN, built_in_template
-from megatronish.data.chat.template import ChatTemplate, Rendering
+from megatronish.data.chat.template import BUILT_IN, ChatTemplate, Rendering, built_in_template
 
 SMALL = ChildBounds(memory=200 << 20, seconds=0.3)
 IM = ("<|im_start|>", "<|im_end|>")

@@ -13,8 +13,8 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
+from megatronish.data.collate import places_together, shortened
 from megatronish.data.sample import Sample
-from megatronish.data.trim_padding import places_together, shortened
 
 MODEL = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=4)
 

@@ -7,7 +7,7 @@ import pytest
 from paths import ROOT
 
 from megatronish.commands.plan import main, split
-from megatronish.config.plans import refuse_unrunnable_plans
+from megatronish.config.check import refuse_unrunnable_plans
 from megatronish.config.read import read_config
 from megatronish.estimate.planner.devices import find_device
 

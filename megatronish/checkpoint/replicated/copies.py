@@ -15,9 +15,8 @@ from megatronish.checkpoint.checksums import CHECKSUMS
 from megatronish.checkpoint.folder import steps_in, taken_at
 from megatronish.checkpoint.load import open_checked
 from megatronish.checkpoint.remote import Location
-from megatronish.checkpoint.replicated.folders import remove_folder
+from megatronish.checkpoint.replicated.folders import ID, id_of, remove_folder
 from megatronish.checkpoint.replicated.hosts import Hosts
-from megatronish.checkpoint.replicated.identity import ID, id_of
 from megatronish.checkpoint.replicated.local import choose_folder
 from megatronish.checkpoint.replicated.orphans import own
 from megatronish.checkpoint.replicated.transfer import Transfer, failures_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatronish.checkpoint.remote import Location
-from megatronish.checkpoint.replicated.identity import NAME, read_id
+from megatronish.checkpoint.replicated.folders import NAME, read_id
 
 OWNER = "owner"
 DAY = 86400.0

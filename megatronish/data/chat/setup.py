@@ -12,9 +12,8 @@ from megatronish.config.sections.data import DataConfig
 from megatronish.core import foreign
 from megatronish.core.errors import UserError
 from megatronish.core.files import ordinary
-from megatronish.data.chat.builtin import BUILT_IN, built_in_template
 from megatronish.data.chat.encoder import ChatEncoder
-from megatronish.data.chat.template import ChatTemplate
+from megatronish.data.chat.template import BUILT_IN, ChatTemplate, built_in_template
 from megatronish.tokenizer.control_tokens import ControlEncoder
 from megatronish.tokenizer.tokenizer import Tokenizer
 

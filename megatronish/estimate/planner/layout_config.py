@@ -1,9 +1,8 @@
 """Candidates as configs: the fields that a layout sets, and the check of the config by the project's own rules."""
 
-from megatronish.config.check import problems
+from megatronish.config.check import problems, refuse_unrunnable_plans
 from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
-from megatronish.config.plans import refuse_unrunnable_plans
 from megatronish.core.errors import UserError
 from megatronish.estimate.planner.candidate import Candidate, MeshSizes
 

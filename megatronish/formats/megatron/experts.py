@@ -18,8 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatronish.core.errors import UserError
-from megatronish.formats.megatron.copies import RankTensor, one_of
-from megatronish.formats.megatron.grid import RankGrid
+from megatronish.formats.megatron.grid import RankGrid, RankTensor, one_of
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.parallel.sharding import Cut, Sharding
 

@@ -23,9 +23,8 @@ from torch import Tensor
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.megatron.arguments import model_of, seq_length_of, true_vocab_size
-from megatronish.formats.megatron.copies import RankTensor, one_of
 from megatronish.formats.megatron.experts import by_expert
-from megatronish.formats.megatron.grid import RankGrid
+from megatronish.formats.megatron.grid import RankGrid, RankTensor, one_of
 from megatronish.formats.megatron.names import (
     BEFORE_CORE,
     EMBEDDING,

@@ -146,7 +146,7 @@ def _break_down(trace: Path, *, rank: int) -> list[str]:
     breakdown.write(trace.with_name(beside(".breakdown.json")))
     try:
         # matplotlib takes a second to import: only where it is used.
-        from megatronish.report.plot_breakdown import plot_breakdown
+        from megatronish.report.breakdown import plot_breakdown
 
         plot_breakdown(breakdown, trace.with_name(beside(".breakdown.png")))
     except ImportError as error:
