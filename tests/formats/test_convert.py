@@ -127,7 +127,7 @@ def test_what_cannot_be_written_is_said_in_a_sentence(tmp_path: Path) -> None:
     for target in FORMATS:
         with pytest.raises((RunError, UserError), match=r"(?i)not a directory|exists"):
             convert(HF / "llama", tmp_path / "file", source="hf", target=target)
-        with pytest.raises(RunError, match="Not a directory"):
+        with pytest.raises(UserError, match="Not a directory"):
             convert(HF / "llama", tmp_path / "file" / "save", source="hf", target=target)
 
 
