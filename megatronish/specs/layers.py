@@ -112,7 +112,7 @@ class MLPSpec:
 
     @property
     def num_experts(self) -> int:
-        """None."""
+        """Experts of a layer: a plain MLP has none."""
         return 0
 
     @property

@@ -47,7 +47,7 @@ class LayerKind:
 
     @cached_property
     def parameters(self) -> Count:
-        """Parameters without adapters."""
+        """Number of a layer's parameters, without adapters."""
         return self.cost.parameters
 
     @cached_property

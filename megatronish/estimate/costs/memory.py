@@ -21,8 +21,9 @@ A search asks for tens of thousands of layouts. What depends on a kind of layer,
 therefore computed once for all layouts that share it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -44,7 +45,6 @@ from megatronish.estimate.costs.stage_parameters import StageParameters
 from megatronish.estimate.costs.state_traffic import data_ranks
 from megatronish.estimate.costs.transient_memory import ChunkBuckets, GatheredUnits, StageTransients, muon_bytes
 from megatronish.parallel.schedules.live_activations import (
-    Backward,
     Instant,
     StageLoad,
     StagePlan,
@@ -118,6 +118,7 @@ class MemoryModel:
     _rows: dict[tuple[object, ...], dict[LayerKind, Rows]] = field(default_factory=dict)
     _states: dict[tuple[object, ...], tuple[Memory, GatheredUnits, float]] = field(default_factory=dict)
     _buckets: dict[tuple[object, ...], ChunkBuckets] = field(default_factory=dict)
+    _works: dict[tuple[int, StageKinds], "StageWork"] = field(default_factory=dict)
 
     @classmethod
     def alone(
@@ -151,6 +152,7 @@ class MemoryModel:
     def peaks(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
         """The same under several stages of ZeRO; 0 and 1 differ in their model state alone."""
         sizes, found, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
+        work = self._work(layout, stage)
         for zero in zeros:
             state, units, of_update = self._state(layout, stage, zero)
             if self.device == "cpu":
@@ -159,7 +161,7 @@ class MemoryModel:
             alike = max(zero, 1)
             if alike not in fullest:
                 transients = self._transients(layout, stage, sizes, zero, units)
-                fullest[alike] = StageWork(sizes, stage, transients).fullest(plan)
+                fullest[alike] = work.fullest(plan, transients)
             activations, logits, temporary, gradients = fullest[alike]
             if of_update > activations + logits + temporary + gradients:
                 activations, logits, temporary, gradients = 0, 0, of_update, 0
@@ -176,11 +178,25 @@ class MemoryModel:
             )
         return found
 
+    def floor(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zero: int) -> float:
+        """Bytes below which a peak cannot be: model state without gradients, and activations that wait.
+
+        Gradients are not all there while the most activations wait for a step's first backward.
+        """
+        held, state = self._work(layout, stage).waiting_most(plan).values(), self._state(layout, stage, zero)[0]
+        return state.total - state.gradients + max(map(sum, held), default=0.0)
+
     def of_one_micro_batch(self, layout: Candidate, stage: StageKinds) -> int:
         """Bytes of activations of a stage that one micro-batch at a time passes."""
         one = Instant((1,) * len(stage.chunks), (0,) * len(stage.chunks))
         work = StageWork(self._layer_memory(layout), stage)
         return round(work.waiting(one) + max(each.again for each in work.chunks))
+
+    def _work(self, layout: Candidate, stage: StageKinds) -> "StageWork":
+        sizes = self._layer_memory(layout)
+        if (found := self._works.get((id(sizes), stage))) is None:
+            found = self._works[id(sizes), stage] = StageWork(sizes, stage)
+        return found
 
     def _layer_memory(self, layout: Candidate) -> LayerMemory:
         defers = SCHEDULES[layout.schedule].has_weight_gradients
@@ -286,26 +302,30 @@ class StageWork:
 
     sizes: LayerMemory
     stage: StageKinds
-    transients: StageTransients | None = None
 
     def __post_init__(self) -> None:
-        self.chunks = [self.sizes.of_chunk(chunk) for chunk in self.stage.chunks]
-        self._work: dict[tuple[int, bool], tuple[float, float, float, float]] = {}
-        self.shared_masks, self.own_masks = self.sizes.masks
+        sizes, stage = self.sizes, self.stage
+        self.chunks = [sizes.of_chunk(chunk) for chunk in stage.chunks]
+        self.shared_masks, self.own_masks = sizes.masks
+        self._most: dict[StagePlan, dict[tuple[int, frozenset[int]], tuple[float, float]]] = {}
+        # Bytes of a micro-batch that waits in a chunk, and of one that waits for its weight gradients alone.
+        self._live, self._deferred = [each.live for each in self.chunks], [each.deferred for each in self.chunks]
+        if stage.is_first:
+            self._live[0] += sizes.of_embedding
+            self._deferred[0] += sizes.of_embedding
+        if stage.is_last:  # inputs of the final norm and of the head
+            self._live[-1] += 2 * sizes.residual
+            self._deferred[-1] += 2 * sizes.residual * sizes.defers
 
     def waiting(self, instant: Instant) -> float:
         """Activations of all micro-batches at an instant."""
-        sizes, (live, deferred) = self.sizes, instant
         found = self.shared_masks
-        for number, later, chunk in zip(live, deferred, self.chunks, strict=True):
-            found += number * chunk.live + later * chunk.deferred
-        if self.own_masks:
-            found += max(live) * self.own_masks
-        if self.stage.is_first and sizes.of_embedding:
-            found += (live[0] + deferred[0]) * sizes.of_embedding
-        if self.stage.is_last:  # inputs of the final norm and of the head
-            found += self.losses(instant) * 2 * sizes.residual
-        return found
+        for number, size in zip(instant.live, self._live, strict=True):
+            found += number * size
+        if self.sizes.defers:
+            for number, size in zip(instant.deferred, self._deferred, strict=True):
+                found += number * size
+        return found + max(instant.live) * self.own_masks
 
     def losses(self, instant: Instant) -> int:
         """Micro-batches whose loss has a backward, or weight gradients, before it."""
@@ -315,67 +335,74 @@ class StageWork:
         """Logits of all micro-batches at an instant."""
         return self.losses(instant) * self.sizes.logits if self.stage.is_last else 0.0
 
-    def fullest(self, plan: StagePlan) -> Moment:
+    def fullest(self, plan: StagePlan, transients: StageTransients) -> Moment:
         """The moment of a step at which most is held."""
-        assert self.transients is not None
         # A tensor that arrives early and one that is sent.
         transfers = 2 * self.sizes.hidden / self.sizes.tp if plan.num_stages > 1 else 0.0
-        gradients = self._gradients()
-        found = [
-            moment
-            for backward in fullest_backwards(plan)
-            for moment in self._of_backward(backward, gradients, self.transients)
-        ]
+        gradients = self._gradients(transients)
+        most, found = -inf, (0.0, 0.0, 0.0, 0.0)
+        # What a backward holds in addition to all that waits depends on its chunk and on those that have begun: of the
+        # backwards that have these in common, the one for which most waits is the fullest.
+        for (chunk, begun), (waiting, logits) in self.waiting_most(plan).items():
+            for more, gone, temporary, come in self._of_backward(chunk, begun, gradients, transients):
+                if waiting + logits + more - gone + temporary + come > most:
+                    most = waiting + logits + more - gone + temporary + come
+                    found = waiting + more, logits - gone, temporary, come
         if self.sizes.defers:
-            found += [  # weight gradients by themselves
-                (self.waiting(instant), self.of_logits(instant), self.transients.of_weight, 0.0)
-                for instant in fullest_instants(plan)
-                if any(instant.deferred)
-            ]
-        activations, logits, temporary, more = max(found, key=sum)
-        return Moment(activations, logits, temporary + transfers, more)
+            for instant in fullest_instants(plan):  # weight gradients by themselves
+                waiting, logits, temporary = self.waiting(instant), self.of_logits(instant), transients.of_weight
+                if any(instant.deferred) and waiting + logits + temporary > most:
+                    most, found = waiting + logits + temporary, (waiting, logits, temporary, 0.0)
+        activations, logits, temporary, come = found
+        return Moment(activations, logits, temporary + transfers, come)
+
+    def waiting_most(self, plan: StagePlan) -> dict[tuple[int, frozenset[int]], tuple[float, float]]:
+        """{(chunk, chunks that have begun): activations and logits when most wait for a backward of that chunk}."""
+        if plan not in self._most:
+            found: dict[tuple[int, frozenset[int]], tuple[float, float]] = {}
+            for instant, chunk, begun in fullest_backwards(plan):
+                held, key = (self.waiting(instant), self.of_logits(instant)), (chunk, begun)
+                if key not in found or sum(held) > sum(found[key]):
+                    found[key] = held
+            self._most[plan] = found
+        return self._most[plan]
 
     def _of_backward(
-        self, backward: Backward, gradients: Sequence[float], transients: StageTransients
-    ) -> list[tuple[float, float, float, float]]:
-        """Moments of a backward: the output layer, the layer that needs most, the embedding. Plain tuples are fast."""
-        instant, chunk, begun = backward
+        self, chunk: int, begun: frozenset[int], gradients: Sequence[float], transients: StageTransients
+    ) -> Iterator[tuple[float, float, float, float]]:
+        """What a backward holds in addition to all that waits when it begins, and logits that are gone.
+
+        At the output layer, at the layer that needs most, at the embedding. Plain tuples are fast.
+        """
         sizes, bytes_of = self.sizes, self.chunks[chunk]
-        activations, logits = self.waiting(instant), self.of_logits(instant)
         ends = self.stage.is_last and chunk == len(self.chunks) - 1
         missing = come = 0.0
         if gradients and len(begun) < len(gradients):  # of chunks without a backward, which have no memory yet
             missing = sum([size for other, size in enumerate(gradients) if other not in begun])
             come = 0.0 if chunk in begun else gradients[chunk]
-        found = []
-        key = chunk, bool(begun)
-        if key not in self._work:
-            self._work[key] = transients.of_backward(*key, ends=ends)
-        at_begin, work, at_last, at_end = self._work[key]
+        at_begin, work, at_last, at_end = transients.of_backward(chunk, bool(begun), ends=ends)
         if ends or transients.zero == 3:
-            found.append((activations, logits, at_begin, -missing))
+            yield 0.0, 0.0, at_begin, -missing
         gone = sizes.logits if ends and not sizes.defers else 0.0
         if bytes_of.keeps_last:  # of gradients a bucket has come, and the head's
             few = come and (
                 come if transients.merges_table else min(come, transients.bucket + 4.0 * sizes.table * ends)
             )
-            found.append((activations, logits - gone, at_last, few - missing))
+            yield 0.0, gone, at_last, few - missing
         if bytes_of.recomputes:  # all have come but the embedding's
             late = transients.late if come and chunk == 0 else 0.0
-            found.append((activations + bytes_of.more, logits - gone, work, come - late - missing))
+            yield bytes_of.more, gone, work, come - late - missing
         freed = 0.0 if sizes.defers else bytes_of.live + (2 * sizes.residual if ends else 0)
-        found.append((activations - freed, logits - gone, at_end, come - missing))
-        return found
+        yield -freed, gone, at_end, come - missing
 
-    def _gradients(self) -> list[float]:
+    def _gradients(self, transients: StageTransients) -> list[float]:
         """Bytes of the gradients of each chunk, if they are given back when a step begins."""
         sizes, stage = self.sizes, self.stage
-        assert self.transients is not None
-        if self.transients.zero > 1 or sizes.config.training.cuda_graph:
+        if transients.zero > 1 or sizes.config.training.cuda_graph:
             return []
         found = [sizes.learned_by(chunk) for chunk in stage.chunks]
         if not sizes.freezes:
-            is_one = len(found) == 1 and self.transients.ties
+            is_one = len(found) == 1 and transients.ties
             found[0] += sizes.table if stage.is_first else 0
             found[-1] += sizes.table if stage.is_last and not is_one else 0
         return [4.0 * size for size in found]

@@ -66,7 +66,7 @@ class StageParameters(NamedTuple):
             yield from self.head()
 
     def ends(self) -> Iterator[StageParameter]:
-        """All but the layers."""
+        """Parameters of a stage outside of its layers: embeddings, the final norm and the head."""
         yield from self.embedding()
         if self.load.is_last:
             yield from self.head()

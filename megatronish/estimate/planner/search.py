@@ -91,6 +91,9 @@ class Search:
             for candidate, zeros in self.families(mesh):
                 legal += len(zeros)
                 stages = self.stages(candidate)
+                # Once something fits, what cannot is left out before its peaks are computed.
+                if smallest is not None and smallest[0] <= self.limit and not self.may_fit(candidate, zeros):
+                    continue
                 sizes = self.bytes_by_zero(candidate, zeros)
                 least = min(range(len(sizes)), key=sizes.__getitem__)
                 if smallest is None or sizes[least] < smallest[0]:
@@ -110,14 +113,24 @@ class Search:
         """Bytes on a device of the stage that needs most."""
         return self.bytes_by_zero(candidate, (candidate.zero,))[0]
 
-    def bytes_by_zero(self, candidate: Candidate, zeros: Sequence[int]) -> list[int]:
-        """Bytes on a device of the stage that needs most, for each of several stages of ZeRO."""
-        stages, m, most = self.stages(candidate), candidate.num_microbatches(self.work.global_batch), [0] * len(zeros)
+    def may_fit(self, candidate: Candidate, zeros: Sequence[int]) -> bool:
+        """Whether no stage needs more than there is by its model state and what waits in it alone."""
+        plans, least = self._plans(candidate), max(zeros)  # a higher stage of ZeRO keeps no more
+        return all(self.memory.floor(candidate, kinds, plan, least) <= self.limit for plan, kinds in plans)
+
+    def _plans(self, candidate: Candidate) -> list[tuple[StagePlan, StageKinds]]:
+        """Plans and layers of the stages that may need most."""
+        stages, m = self.stages(candidate), candidate.num_microbatches(self.work.global_batch)
         if stages not in self._kinds:
             loads = [stages.loads[stage] for stage in stages.ends]
             self._kinds[stages] = [(load.plan, self.memory.stage(load)) for load in loads]
-        for plan, kinds in self._kinds[stages]:
-            peaks = self.memory.peaks(candidate, kinds, plan._replace(num_microbatches=m), zeros)
+        return [(plan._replace(num_microbatches=m), kinds) for plan, kinds in self._kinds[stages]]
+
+    def bytes_by_zero(self, candidate: Candidate, zeros: Sequence[int]) -> list[int]:
+        """Bytes on a device of the stage that needs most, for each of several stages of ZeRO."""
+        most = [0] * len(zeros)
+        for plan, kinds in self._plans(candidate):
+            peaks = self.memory.peaks(candidate, kinds, plan, zeros)
             most = [max(before, memory.total) for before, memory in zip(most, peaks, strict=True)]
         return most
 
