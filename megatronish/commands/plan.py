@@ -24,14 +24,13 @@ from megatronish.config.fields import fields_of
 from megatronish.config.read import read_config
 from megatronish.config.settings import flags_of
 from megatronish.core.errors import UserError
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of, without_layout
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.planner import calibrate
-from megatronish.estimate.planner.candidate import Candidate, MeshSizes
 from megatronish.estimate.planner.choose import ShortList, short_list
 from megatronish.estimate.planner.devices import Device, find_device, network_gb_s
 from megatronish.estimate.planner.estimators import Cluster, deepspeed_report, largest_module
 from megatronish.estimate.planner.exact import Planned, plan_of, refusal
-from megatronish.estimate.planner.layout_config import complaints, config_of, without_layout
 from megatronish.estimate.planner.named_layout import read_layout
 from megatronish.estimate.planner.remedy import layout_does_not_fit
 from megatronish.estimate.planner.report import explanation, short_report

@@ -12,10 +12,10 @@ import torch
 
 from megatronish.commands.configuration import read_config
 from megatronish.core.errors import UserError
-from megatronish.estimate.planner.candidate import Candidate
+from megatronish.estimate.costs.candidate import Candidate
+from megatronish.estimate.planner.device_speed import Machine, product_seconds
 from megatronish.estimate.planner.devices import Device
 from megatronish.estimate.planner.efficiencies import Efficiencies
-from megatronish.estimate.planner.products import Machine, product_seconds
 from megatronish.estimate.planner.workload import Workload
 from megatronish.launch.place import Place
 from megatronish.train.run import start_mesh

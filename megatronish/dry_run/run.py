@@ -12,8 +12,8 @@ import torch
 from megatronish.config.config import Config
 from megatronish.config.rules.run import ALL_STAGES
 from megatronish.dry_run.rank import DryRank, PlannedRun, run_rank
+from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import Memory, format_bytes
-from megatronish.estimate.costs.peak import expected_peak
 from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.estimate.costs.traffic import expected_traffic
 from megatronish.ops.library import load_kernels
@@ -39,11 +39,11 @@ class Expected(NamedTuple):
 
 
 def with_expected(planned: PlannedRun, record: DryRank) -> Expected:
-    """The record, and what estimate/costs/peak.py and estimate/costs/traffic.py expect of its rank."""
+    """The record, and what estimate/costs expects of its rank."""
     loads = planned.stages.loads(planned.num_microbatches)
     load, kernels = loads[record.stage], load_kernels() is None
     config, vocab_size = planned.config, planned.vocab_size
-    memory = expected_peak(config, [load], vocab_size=vocab_size, kernels=kernels, shard_ranks=record.shard_ranks)[0]
+    memory = expected_memory(config, [load], vocab_size=vocab_size, kernels=kernels, shard_ranks=record.shard_ranks)[0]
     sent = expected_traffic(config, load, record.stage, vocab_size=vocab_size, shard_ranks=record.shard_ranks)
     return Expected(record, memory, sent)
 

@@ -13,7 +13,7 @@ from megatronish.layers.router import Balance
 from megatronish.model.gpt import GPT
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Mesh
-from megatronish.specs.layers import ExpertsSpec, layer_specs
+from megatronish.specs.layers import layer_specs
 
 TOKENS, DROPPED, NOT_FINITE = "tokens_per_expert", "dropped_choices", "tokens_not_finite"
 
@@ -64,7 +64,7 @@ class Balancing:
     def __post_init__(self) -> None:
         config = self.config
         specs = enumerate(layer_specs(config))
-        self.layers = tuple(number for number, spec in specs if isinstance(spec.mlp, ExpertsSpec))
+        self.layers = tuple(number for number, spec in specs if spec.mlp.num_experts)
         self.losses: dict[str, float] = {}
         if self.layers:
             kind, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff

@@ -20,8 +20,8 @@ from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
 from megatronish.core.errors import UserError
+from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import Memory, format_bytes
-from megatronish.estimate.costs.peak import memory_of_stages
 from megatronish.estimate.links.facts import available_memory, free_swap
 from megatronish.launch.place import place_from_environment
 from megatronish.ops.library import load_kernels
@@ -136,7 +136,7 @@ def _expected(config: Config, vocab_size: int, device: DeviceType) -> list[Memor
     training = config.training
     stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
     loads = stages.loads(config.global_batch_size // (training.micro_batch_size * config.layout.dp))
-    return memory_of_stages(config, loads, vocab_size=vocab_size, device=device, kernels=load_kernels() is None)
+    return expected_memory(config, loads, vocab_size=vocab_size, device=device, kernels=load_kernels() is None)
 
 
 def _remedy(config: Config, everyone: Sequence[RankRoom], vocab_size: int) -> str:

@@ -17,10 +17,10 @@ from megatronish.config.dump import section_of
 from megatronish.config.sections.adapter import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.estimate.costs.adapters import linear_sections
 from megatronish.formats import native
 from megatronish.formats.weights import LazyTensor
 from megatronish.model.adapters import DEFAULT, lora_settings
+from megatronish.specs.adapter_targets import linear_sections
 
 INFIX = f".adapters.{DEFAULT}."  # in the names of a checkpoint: layers.0.attention.qkv.adapters.default.q.A
 

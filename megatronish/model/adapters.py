@@ -1,4 +1,4 @@
-"""Construction of adapters in the modules of a stage (estimate/costs/adapters.py says which layers have one)."""
+"""Construction of adapters in the modules of a stage (costs/adapters.py says which layers have one)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,12 +6,12 @@ from typing import NamedTuple
 from torch import nn
 
 from megatronish.config.sections.adapter import AdapterConfig
-from megatronish.estimate.costs.adapters import all_patterns, is_target
 from megatronish.layers.experts import StackedLinear
 from megatronish.layers.ia3 import ColumnIA3, GroupedIA3, RowIA3
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.lora import ColumnLoRA, GroupedLoRA, LoRASettings, RowLoRA
 from megatronish.model.gpt import GPT
+from megatronish.specs.adapter_targets import all_patterns, is_target
 
 DEFAULT = "default"
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from megatronish.config.sections.optimizer import OptimizerConfig
-from megatronish.estimate.costs.matrix_rounds import MOST_AT_ONCE, round_sizes
 from megatronish.optim.adam import AdamW
 from megatronish.optim.masters import Masters
 from megatronish.parallel import comm
+from megatronish.parallel.bucketing import MOST_AT_ONCE, round_sizes
 from megatronish.parallel.mesh import Domain
 from megatronish.parallel.sharding import FlatPiece, Piece, Sharding
 

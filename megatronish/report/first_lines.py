@@ -10,12 +10,15 @@ import torch
 from megatronish.config.config import Config
 from megatronish.config.hub import name_of
 from megatronish.core.errors import without_passwords
-from megatronish.estimate.costs.adapters import adapter_table
 from megatronish.estimate.costs.flops import model_flops_per_token
-from megatronish.estimate.costs.memory import bytes_of_uneven_load
+from megatronish.estimate.costs.memory import bytes_of_uneven_load, expected_memory
 from megatronish.estimate.costs.memory_table import format_bytes, memory_table
-from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters, parameters_of_stage
-from megatronish.estimate.costs.peak import memory_of_stages
+from megatronish.estimate.costs.parameters import (
+    adapter_table,
+    num_active_parameters,
+    num_parameters,
+    parameters_of_stage,
+)
 from megatronish.estimate.room import note_on_room
 from megatronish.formats.load_sharded import open_hf
 from megatronish.launch.device import choose_device
@@ -95,7 +98,7 @@ def first_lines(
         *([] if length is None else [length]),
         "memory expected on a device:",
         memory_table(
-            memory_of_stages(config, loads, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
+            expected_memory(config, loads, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
         ),
         *_experts(config, partial(bytes_of_uneven_load, config, loads, vocab_size=vocab_size, device=device_type)),
         *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),

@@ -7,7 +7,7 @@ layer. tp splits some of a layer and leaves the rest whole on every rank: a `Cou
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -53,7 +53,8 @@ class Count:
 class LinearShape:
     """Linear layer [in] -> [out], cut over tp by columns (its outputs), by rows (its inputs) or not at all.
 
-    A layer that holds `copies` of it, of which a token passes `used`, is a layer of experts.
+    A layer that holds `copies` of it, of which a token passes `used`, is a layer of experts. `name` is that inside of
+    its layer, and `sections` are the names and sizes of the parts of its outputs; those may have adapters.
     """
 
     in_features: int
@@ -62,6 +63,10 @@ class LinearShape:
     bias: bool = False
     copies: int = 1
     used: int = 1
+    name: str = ""
+    sections: tuple[tuple[str, int], ...] = ()
+    splits_tokens: bool = False
+    """Ranks of tp see different tokens, with sequence parallelism or without."""
 
     @property
     def matrix(self) -> int:
@@ -121,6 +126,7 @@ class NormShape:
     is_split: bool = False
     one_plus: bool = False
     cuts_weight: bool = False
+    name: str = ""
 
     @property
     def parameters(self) -> Count:
@@ -162,7 +168,8 @@ class LayerCost:
     """Cost row of a layer or of a sublayer.
 
     `kept` are elements a token that wait for the backward besides the inputs of linear layers and norms; dropout keeps
-    nothing. `vectors` are parameters in addition to those of linear layers and norms.
+    nothing. `vectors` are parameters in addition to those of linear layers and norms. Of a sum of rows, `pieces` are
+    these rows, in the order of the model.
     """
 
     linears: tuple[LinearShape, ...] = ()
@@ -170,6 +177,8 @@ class LayerCost:
     cores: tuple[AttentionCore, ...] = ()
     kept: Count = field(default_factory=Count)
     vectors: Count = field(default_factory=Count)
+    vectors_name: str = field(default="vectors", compare=False)
+    pieces: tuple["LayerCost", ...] = field(default=(), compare=False, repr=False)
 
     def __add__(self, other: "LayerCost") -> "LayerCost":
         return LayerCost(
@@ -178,6 +187,7 @@ class LayerCost:
             self.cores + other.cores,
             self.kept + other.kept,
             self.vectors + other.vectors,
+            pieces=(*(self.pieces or (self,)), *(other.pieces or (other,))),
         )
 
     @property
@@ -233,6 +243,27 @@ class LayerCost:
     def deferred_gradients(self) -> Count:
         """Elements a token that deferred weight gradients keep of output gradients, gathered over the sequence."""
         return sum_counts(each.outputs for each in self.linears)
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes of activations of a micro-batch on a rank, from which specs compute what their backward needs."""
+
+    feature: float
+    """One feature of all tokens, of features that tp cuts."""
+    hidden: float
+    """Hidden states, whole."""
+    residual: float
+    """Hidden states between layers, which sequence parallelism cuts."""
+    gathers: bool
+    """Whether there is sequence parallelism."""
+    gradient: int
+    """An element of a weight's gradient before it is added to its sum: 0 where it is added at once."""
+    element: int
+    """An element of an activation."""
+    hidden_size: int
+    tp: int
+    grid: int
+    """Ranks that cut the experts of a layer: ep x etp."""
 
 
 def sum_counts(counts: Iterable[Count]) -> Count:

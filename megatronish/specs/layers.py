@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatronish.config.sections.model import Activation, ModelConfig, SoftmaxType
 from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, options_of
-from megatronish.specs.costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
+from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,21 @@ class AttentionSpec:
     def cost(self, model: ModelConfig) -> LayerCost:
         """Kept besides the inputs of linear layers and norms: queries, keys and values."""
         hidden, (queries, keys, values) = model.hidden_size, self.sections.values()
-        qkv = LinearShape(hidden, queries + keys + values, "column", self.qkv_bias)
-        out = LinearShape(queries, hidden, "row", self.out_bias)
+        sections = tuple(self.sections.items())
+        qkv = LinearShape(
+            hidden, queries + keys + values, "column", self.qkv_bias, name="attention.qkv", sections=sections
+        )
+        out = LinearShape(queries, hidden, "row", self.out_bias, name="attention.out", sections=(("o", hidden),))
+        names = ("attention.q_norm", "attention.k_norm")
         if self.norm_across_heads:
-            norms = tuple(NormShape("RMSNorm", size, is_split=True, cuts_weight=True) for size in (queries, keys))
+            norms = tuple(
+                NormShape("RMSNorm", size, is_split=True, cuts_weight=True, name=name)
+                for name, size in zip(names, (queries, keys), strict=True)
+            )
         else:
             norms = tuple(
-                NormShape(model.normalization, self.head_size, heads, is_split=True)
-                for heads in (self.num_heads, self.num_kv_heads)
+                NormShape(model.normalization, self.head_size, heads, is_split=True, name=name)
+                for name, heads in zip(names, (self.num_heads, self.num_kv_heads), strict=True)
             )
         return LayerCost(
             linears=(qkv, out),
@@ -61,6 +68,7 @@ class AttentionSpec:
             cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window),),
             kept=Count(split=queries + keys + values),
             vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
+            vectors_name="attention.sinks",
         )
 
 
@@ -102,16 +110,47 @@ class MLPSpec:
         """Features of the first product: those of the gate and of the up-projection, or the latter alone."""
         return dict.fromkeys(("gate", "up") if self.is_gated else ("up",), self.ffn_size)
 
-    def cost(self, model: ModelConfig) -> LayerCost:
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer: a plain MLP has none."""
+        return 0
+
+    @property
+    def features(self) -> int:
+        """Features of the first product."""
+        return sum(self.sections.values())
+
+    @property
+    def activated_gate(self) -> int:
+        """Features of plain SwiGLU's activated gate, which its operator does not keep."""
+        return self.ffn_size if self.activation == "swiglu" and self.is_plain else 0
+
+    def cost(self, model: ModelConfig, name: str = "mlp") -> LayerCost:
         """Kept besides the inputs of linear layers: the activation's input, and plain SwiGLU's activated gate."""
-        features = sum(self.sections.values())
+        hidden, sections = model.hidden_size, tuple(self.sections.items())
         return LayerCost(
             linears=(
-                LinearShape(model.hidden_size, features, "column", self.bias),
-                LinearShape(self.ffn_size, model.hidden_size, "row", self.bias),
+                LinearShape(hidden, self.features, "column", self.bias, name=f"{name}.fc1", sections=sections),
+                LinearShape(self.ffn_size, hidden, "row", self.bias, name=f"{name}.fc2", sections=(("down", hidden),)),
             ),
-            kept=Count(split=features + (self.ffn_size if self.activation == "swiglu" and self.is_plain else 0)),
+            kept=Count(split=self.features + self.activated_gate),
         )
+
+    def more_kept(self, size: ActivationBytes, *, fused: bool, learns: bool) -> float:
+        """Bytes that a GPU keeps more than the cost row says, with fused operators or without."""
+        return -size.feature * self.activated_gate if fused else 0.0
+
+    def transients(self, size: ActivationBytes) -> float:
+        """Bytes that the backward needs besides what was kept: gradients of outputs, inputs and weights."""
+        gathered, reduced = (size.hidden, size.residual) if size.gathers else (0.0, 0.0)
+        matrix, activated = size.gradient * size.hidden_size / size.tp, size.feature * self.ffn_size
+        down = gathered + activated + matrix * self.ffn_size
+        up = size.hidden + gathered + reduced - activated + matrix * self.features
+        return size.residual + max(down, up)
+
+    def freed(self, size: ActivationBytes) -> float:
+        """Bytes of what was kept that are free again once its backward is over."""
+        return size.feature * (self.features + self.ffn_size) + 2 * size.residual
 
 
 @dataclass(frozen=True)
@@ -133,20 +172,44 @@ class ExpertsSpec:
 
         A rank has as many rows as its tokens make where the load is even.
         """
-        copies, used, size = self.num_experts, self.num_chosen, self.expert.ffn_size
-        features = sum(self.expert.sections.values())
-        kept = features + (size if self.expert.activation == "swiglu" and self.expert.is_plain else 0)
+        hidden, used, size = model.hidden_size, self.num_chosen, self.expert.ffn_size
+        copies, features = self.num_experts, self.expert.features
+        gate_up, down = tuple(self.expert.sections.items()), (("down", hidden),)
         cost = LayerCost(
             linears=(
-                LinearShape(model.hidden_size, self.num_experts, "none"),
-                LinearShape(model.hidden_size, features, "column", copies=copies, used=used),
-                LinearShape(size, model.hidden_size, "row", copies=copies, used=used),
+                LinearShape(hidden, self.num_experts, "none", name="mlp.router", splits_tokens=True),
+                LinearShape(
+                    hidden, features, "column", copies=copies, used=used, name="mlp.experts.gate_up", sections=gate_up
+                ),
+                LinearShape(size, hidden, "row", copies=copies, used=used, name="mlp.experts.down", sections=down),
             ),
-            kept=Count(split=used * kept, experts=used * model.hidden_size),
+            kept=Count(split=used * (features + self.expert.activated_gate), experts=used * hidden),
         )
+        if self.shared is not None:
+            cost += self.shared.cost(model, "mlp.shared")
         if self.shared_gate:
-            cost += LayerCost(linears=(LinearShape(model.hidden_size, 1, "none"),))
-        return cost if self.shared is None else cost + self.shared.cost(model)
+            cost += LayerCost(linears=(LinearShape(hidden, 1, "none", name="mlp.shared_gate"),))
+        return cost
+
+    def more_kept(self, size: ActivationBytes, *, fused: bool, learns: bool) -> float:
+        """Bytes that a GPU keeps more than the cost row says: a router that learns has its tokens in fp32."""
+        routed = size.feature / size.element * 4 * size.hidden_size if learns else 0.0
+        gate = size.feature * self.num_chosen * self.expert.activated_gate if fused else 0.0
+        return routed - size.residual - gate
+
+    def transients(self, size: ActivationBytes) -> float:
+        """Bytes that the backward needs besides what was kept: gradients of rows, and of the weights of all experts."""
+        rows, activated = (
+            size.feature * self.num_chosen * number for number in (size.hidden_size, self.expert.ffn_size)
+        )
+        matrix = size.gradient * self.num_experts * size.hidden_size / size.grid
+        down = rows + activated + matrix * self.expert.ffn_size
+        up = rows - activated + matrix * self.expert.features
+        return size.residual + max(down, up)
+
+    def freed(self, size: ActivationBytes) -> float:
+        """Bytes of what was kept that are free again once its backward is over."""
+        return size.feature * self.num_chosen * (2 * size.hidden_size + 3 * self.expert.ffn_size)
 
 
 @dataclass(frozen=True)
@@ -180,8 +243,13 @@ class LayerSpec:
 
     def cost(self, model: ModelConfig) -> LayerCost:
         """Rows of both sublayers, and two norms."""
-        norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
-        return LayerCost(norms=(norm, norm)) + self.attention.cost(model) + self.mlp.cost(model)
+        attention_norm, mlp_norm = (
+            LayerCost(
+                norms=(NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p, name=name),)
+            )
+            for name in ("attention_norm", "mlp_norm")
+        )
+        return attention_norm + self.attention.cost(model) + mlp_norm + self.mlp.cost(model)
 
 
 def _experts(model: ModelConfig) -> ExpertsSpec:

@@ -14,8 +14,8 @@ from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import UserError
 from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.core.names import OPTIMIZER_NAMES
+from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.parameters import num_parameters
-from megatronish.estimate.costs.peak import memory_of_stages
 from megatronish.estimate.links.facts import Facts, Needs, nested_facts
 from megatronish.estimate.links.preflight import Subject, preflight
 from megatronish.launch.addresses import refuse_addresses
@@ -85,7 +85,7 @@ def _needs(config: Config, vocab_size: int, device: torch.device) -> Needs:
     num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     loads = stages.loads(num_microbatches)
-    expected = memory_of_stages(
+    expected = expected_memory(
         config,
         loads,
         vocab_size=vocab_size,

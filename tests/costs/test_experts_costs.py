@@ -7,12 +7,14 @@ import torch
 from ranks import run_ranks
 from saved import saved_by
 
+from megatronish.config.config import Config
 from megatronish.config.read import read_config
 from megatronish.config.sections.model import ModelConfig
-from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.layout import ExpertLayout, Layout
-from megatronish.estimate.costs.activations import Activations
 from megatronish.estimate.costs.flops import forward_flops
+from megatronish.estimate.costs.layer_kind_memory import LayerMemory, layer_kinds
 from megatronish.estimate.costs.memory import bytes_of_uneven_load, expected_memory
 from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters
 from megatronish.launch.place import Place
@@ -21,7 +23,6 @@ from megatronish.model.gpt import GPT
 from megatronish.parallel.mesh import Mesh, TensorParallel, leave
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import collect_shardings, initialize
-from megatronish.specs.layers import layer_specs
 
 LLAMA_LIKE = {
     "position_embedding_type": "rope",
@@ -119,9 +120,15 @@ def bytes_kept(place: Place, etp: int, sequence: bool) -> float:
     ("tp", "etp", "sequence"), [(1, 1, False), (2, 2, False), (2, 1, False), (2, 2, True), (2, 1, True)]
 )
 def test_ranks_keep_as_many_bytes_of_experts_as_is_computed(tp: int, etp: int, sequence: bool) -> None:
-    settings = Activations(128, S, 4, 0, tp, sequence, RecomputeConfig(), "cpu", routed_over=tp // etp)
-    (spec,) = set(layer_specs(SMALL))
-    expected = settings.of_layer(spec.cost(SMALL))
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence,
+        expert_model_parallel_size=tp // etp,
+        expert_tensor_parallel_size=etp,
+    )
+    config = Config(SMALL, parallel, training=TrainingConfig(seq_length=S, micro_batch_size=B))
+    (kind,) = set(layer_kinds(config))
+    expected = LayerMemory(config, 50, "cpu").kept(kind) / (S * B)
     ranks = run_ranks(tp, bytes_kept, etp, sequence)
     # Ranks that hold different experts receive more or fewer rows, but together they have all.
     assert sum(ranks) / tp == pytest.approx(expected, rel=0.05)

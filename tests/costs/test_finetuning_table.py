@@ -3,14 +3,14 @@
 import pytest
 from paths import ROOT
 
-from megatronish.estimate.costs.finetuning_table import GPU_SIZES, SHAPES, finetuning_table, rows
+from benchmarks.finetuning_table import GPU_SIZES, SHAPES, finetuning_table, rows
 from megatronish.estimate.costs.parameters import num_parameters
 
 PAGE = (ROOT / "docs" / "FINETUNING.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_the_page_is_current() -> None:
-    assert f"\n\n{finetuning_table()}\n\n" in PAGE, "run `python -m megatronish.estimate.costs.finetuning_table`"
+    assert f"\n\n{finetuning_table()}\n\n" in PAGE, "run `python -m benchmarks.finetuning_table`"
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from ranks import run_ranks
 from saved import saved_by
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatronish.config.config import Config
 from megatronish.config.sections.model import ModelConfig
-from megatronish.config.sections.recompute import RecomputeConfig
-from megatronish.config.sections.training import AttentionBackend
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import AttentionBackend, TrainingConfig
 from megatronish.core.layout import Layout
-from megatronish.estimate.costs.activations import Activations, bytes_per_score
+from megatronish.estimate.costs.layer_kind_memory import LayerMemory, bytes_per_score, layer_kinds
 from megatronish.launch.place import Place
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
@@ -237,18 +238,11 @@ def elements_deferred(place: Place, sequence: bool) -> float:
 
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
 def test_a_row_counts_what_deferred_weight_gradients_keep(tp: int, sequence: bool) -> None:
-    settings = Activations(
-        hidden_size=128,
-        seq_length=S,
-        element_bytes=4,
-        score_bytes=0,
-        tp=tp,
-        sequence_parallel=sequence,
-        recompute=RecomputeConfig(),
-        device="cpu",
-    )
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence)
+    config = Config(MODELS["qwen3"], parallel, training=TrainingConfig(seq_length=S, micro_batch_size=1))
+    memory = LayerMemory(config, V, "cpu", defers=True)
     for elements in run_ranks(tp, elements_deferred, sequence):
-        assert 4 * elements == settings.deferred(cost_of(MODELS["qwen3"]))
+        assert 4 * elements * S == memory.deferred(layer_kinds(config)[0])
 
 
 def test_the_row_of_experts_is_what_their_module_has() -> None:

@@ -8,10 +8,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.commands.configuration import read_config
 from megatronish.engine.build import execution_of, with_adapters
-from megatronish.estimate.costs.buckets import cut_into_buckets, padded_size
 from megatronish.estimate.costs.stage_parameters import StageParameter, stage_parameters
 from megatronish.launch.place import Place
 from megatronish.optim.muon import matrices_of
+from megatronish.parallel.bucketing import cut_into_buckets, padded_size
 from megatronish.parallel.mesh import Mesh, leave
 from megatronish.parallel.pipeline.stage import build_stage
 from megatronish.parallel.pipeline.stages import Stages

@@ -10,7 +10,6 @@ from conversions import logits_of, to_ours
 from torch import Tensor
 
 from megatronish.config.sections.adapter import AdapterConfig
-from megatronish.estimate.costs.adapters import adapted_sections
 from megatronish.formats import native
 from megatronish.formats.adapters import INFIX, SavedAdapter, under_names_of_checkpoints
 from megatronish.formats.convert import convert
@@ -19,6 +18,7 @@ from megatronish.formats.weights import Description, LazyTensor
 from megatronish.inference.load import LoadedModel, load_model
 from megatronish.model.adapters import is_adapter
 from megatronish.model.batch import MicroBatch
+from megatronish.specs.adapter_targets import adapted_sections
 
 pytestmark = pytest.mark.peers("peft")
 peer: Any = pytest.importorskip(

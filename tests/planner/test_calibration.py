@@ -2,10 +2,9 @@
 
 import pytest
 
+from benchmarks.calibration import Errors, PublishedStep, errors, fitted, loss, published_steps
 from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.planner.efficiencies import FITTED, Efficiencies
-from megatronish.estimate.planner.fit import fitted, loss
-from megatronish.estimate.planner.published import Errors, PublishedStep, errors, published_steps
 
 
 def flops_a_device(step: PublishedStep) -> float:

@@ -10,7 +10,7 @@ from jobs import tiny, train_on_ranks
 
 from megatronish.commands.configuration import read_config
 from megatronish.core.errors import UserError
-from megatronish.estimate.costs.peak import expected_peak
+from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.planner.forecast import forecast
 from megatronish.estimate.planner.forecast_page import page
 from megatronish.parallel.pipeline.stages import Stages
@@ -28,7 +28,7 @@ def test_a_forecast_has_the_interval_of_a_known_device_and_none_of_an_unknown_on
     assert "step_seconds" not in unknown
     assert unknown["no_time"].startswith("cpu is not calibrated")
     stages = Stages.of(config.parallel, config.model, vocab_size=VOCABULARY, seq_length=16)
-    expected = expected_peak(config, stages.loads(4), vocab_size=VOCABULARY)
+    expected = expected_memory(config, stages.loads(4), vocab_size=VOCABULARY)
     assert unknown["memory"]["bytes"] == max(each.total for each in expected)
 
 

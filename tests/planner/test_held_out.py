@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 
 from megatronish.config.read import read_config
+from megatronish.estimate.costs.candidate import config_of
 from megatronish.estimate.planner.devices import find_device
 from megatronish.estimate.planner.exact import exact_step
-from megatronish.estimate.planner.layout_config import config_of
 from megatronish.estimate.planner.named_layout import read_layout
 from megatronish.estimate.planner.report import mfu
 from megatronish.estimate.planner.search import Search

@@ -9,8 +9,7 @@ import pytest
 from megatronish.commands.plan import main
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.devices import peak_tflops
-from megatronish.estimate.planner.device_names import device_of
-from megatronish.estimate.planner.devices import device_table, find_device, network_gb_s
+from megatronish.estimate.planner.devices import device_of, device_table, find_device, network_gb_s
 
 
 def printed(arguments: list[str], *, status: int = 0) -> str:

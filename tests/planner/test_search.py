@@ -1,23 +1,22 @@
 """Tests of the search: speed, legality of what is printed, memory against the exact figures, guards."""
 
+import cProfile
 import random
 import time
 from dataclasses import replace
 from functools import cache
 
 import pytest
-from machine_speed import seconds_of_a_million_entries
 from paths import ROOT
 
 from megatronish.config.read import read_config
-from megatronish.estimate.costs.peak import expected_peak
-from megatronish.estimate.planner.candidate import Candidate, MeshSizes
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of, without_layout
+from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.planner.choose import conventional, short_list
 from megatronish.estimate.planner.devices import find_device
-from megatronish.estimate.planner.exact import fullest_stage, memory_of, plan_of
-from megatronish.estimate.planner.layout_config import complaints, config_of, without_layout
+from megatronish.estimate.planner.exact import fullest_stage, plan_of
 from megatronish.estimate.planner.pipeline_time import StageTimes, pipeline_seconds
-from megatronish.estimate.planner.search import NEAR, Search, SearchResult, divisors
+from megatronish.estimate.planner.search import Search, SearchResult, divisors
 from megatronish.estimate.planner.workload import Workload
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.simulate import Costs, simulate
@@ -46,13 +45,13 @@ def searched(name: str) -> tuple[Search, SearchResult, float]:
 
 
 def test_fifty_thousand_layouts_take_seconds() -> None:
-    """39 to 57 units (7.0 to 9.7 s) were measured on one busy core of a slow machine: the bar is not its seconds."""
-    before = seconds_of_a_million_entries()
-    _, tried, seconds = searched("gpt3-175b")
-    unit = (before + seconds_of_a_million_entries()) / 2
-    print(f"{tried.legal:,} layouts, {len(tried.found):,} fit, {seconds:.1f} s of one core, {seconds / unit:.0f} units")
+    """10 s of a slow core for 17 million calls: of these two, calls are the same on every machine, busy or not."""
+    search, profile = search_of("gpt3-175b"), cProfile.Profile()
+    tried = profile.runcall(search.run)
+    calls = sum(each.callcount for each in profile.getstats())
+    print(f"{tried.legal:,} layouts, {len(tried.found):,} fit, {calls / 1e6:.1f} million calls")
     assert tried.legal > 50_000
-    assert seconds < 75 * unit
+    assert calls < 20_000_000
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -74,31 +73,29 @@ OTHERS = {
 }
 
 
+def alone(search: Search, candidate: Candidate) -> int:
+    """Bytes of the fullest stage of a layout that is the config's own."""
+    return fullest_stage(config_of(search.config, candidate), search.work.vocab_size).memory.total
+
+
 def sizes_of(search: Search, number: int) -> list[tuple[Candidate, int, int]]:
-    """Random layouts, whether they fit or not, with their estimated and exact bytes."""
+    """Random layouts, whether they fit or not, with their bytes among others and of a config by itself."""
     random_one, meshes, found = random.Random(2), list(search.meshes()), list[tuple[Candidate, int, int]]()
     while len(found) < number:
         families = [(each, zeros) for each, zeros in search.families(random_one.choice(meshes)) if zeros]
         if families:
             candidate, zeros = random_one.choice(families)
             candidate = candidate._replace(zero=random_one.choice(zeros))
-            estimated = search.scale.fullest(candidate, search.stages(candidate))
-            found.append((candidate, estimated, memory_of(search, candidate)))
+            found.append((candidate, search.nbytes(candidate), alone(search, candidate)))
     return found
 
 
 @pytest.mark.parametrize("name", [*CASES, *OTHERS])
-def test_memory_of_the_search_is_near_the_exact_one(name: str) -> None:
+def test_a_layout_has_the_same_memory_in_a_search_and_by_itself(name: str) -> None:
     gpus, flags = OTHERS.get(name, (None, ""))
     search = search_of(name if name in CASES else "llama-70b", *flags.split(), gpus=gpus)
-    sizes = sizes_of(search, 20)
-    for candidate, estimated, exact in sizes:
-        assert estimated == pytest.approx(exact, rel=0.03), candidate
-        if not exact / NEAR <= search.limit < exact * NEAR:
-            assert (estimated <= search.limit) == (exact <= search.limit), candidate
-    off = sorted(abs(estimated / exact - 1) for _, estimated, exact in sizes)
-    assert off[len(off) // 2] < 0.002
-    assert off[-3] < 0.01
+    for candidate, among_others, by_itself in sizes_of(search, 20):
+        assert among_others == by_itself, candidate
 
 
 def test_rows_of_experts_that_zero3_pads_are_in_the_memory_of_the_search() -> None:
@@ -106,8 +103,7 @@ def test_rows_of_experts_that_zero3_pads_are_in_the_memory_of_the_search() -> No
     for mesh in search.meshes():
         if mesh.pp == 1 and 128 // mesh.ep % mesh.edp:
             candidate = next(each for each, zeros in search.families(mesh) if 3 in zeros)._replace(zero=3)
-            estimated = search.scale.fullest(candidate, search.stages(candidate))
-            assert estimated == pytest.approx(memory_of(search, candidate), rel=0.03), candidate
+            assert search.nbytes(candidate) == alone(search, candidate), candidate
             found += 1
     assert found > 5
 
@@ -117,7 +113,7 @@ def test_printed_memory_is_the_peak() -> None:
     config = config_of(search.config, tried.found[0].candidate)
     stages = Stages.of(config.parallel, config.model, vocab_size=128256, seq_length=search.work.seq_length)
     loads = stages.loads(tried.found[0].candidate.num_microbatches(search.work.global_batch))
-    peaks = [memory.total for memory in expected_peak(config, loads, vocab_size=128256)]
+    peaks = [memory.total for memory in expected_memory(config, loads, vocab_size=128256)]
     fullest = fullest_stage(config, 128256)
     assert (fullest.stage, fullest.memory.total) == (peaks.index(max(peaks)), max(peaks))
 
@@ -150,6 +146,17 @@ def test_the_closed_form_of_zb_v_has_the_bubble_of_the_simulator(stages: int, ti
         durations=lambda _stage, action: whole[action.kind] / 2,
     )
     assert closed.bubble == pytest.approx(simulated.makespan - m * sum(times), rel=0.1)
+
+
+@pytest.mark.parametrize("like", ["gpipe", "1f1b"])
+def test_a_schedule_of_a_plug_in_is_timed_by_the_simulator(like: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another name of a schedule that has a closed form takes as long as that says."""
+    monkeypatch.setitem(SCHEDULES, "plug-in", replace(SCHEDULES[like], name="plug-in"))
+    for stages, hop in ((4, 0.0), (8, 0.0), (32, 0.0), (8, 0.1)):
+        times = StageTimes(3.0, 3.0 * stages, 1.0, 1.2, 0.8)
+        sizes = {"stages": stages, "chunks": 1, "microbatches": 4 * stages, "hop": hop}
+        closed, other = (pipeline_seconds(times, schedule=name, **sizes) for name in (like, "plug-in"))
+        assert other.total == pytest.approx(closed.total, rel=0.06), (stages, hop)
 
 
 def test_the_conventional_row_takes_more_stages_before_it_recomputes_whole_layers() -> None:

@@ -15,11 +15,13 @@ from plugged import plug
 from ranks import run_ranks
 from torch import Tensor
 
+from megatronish.config.config import Config
 from megatronish.config.read import read_config
-from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.errors import UserError
 from megatronish.engine.build import build_engine
-from megatronish.estimate.costs.activations import Activations
+from megatronish.estimate.costs.layer_kind_memory import LayerMemory, layer_kinds
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.launch.place import Place
 from megatronish.layers.cross_entropy import VocabParallelLogits
@@ -185,7 +187,8 @@ def _counted(_place: Place) -> list[float]:
     model = replace(model, num_layers=1)
     (spec,) = layer_specs(model)
     cost = spec.cost(model)
-    activations = Activations(128, S, 2, 0, 1, False, RecomputeConfig(), "cpu")
+    training = TrainingConfig(seq_length=S, micro_batch_size=B, bf16=True)
+    config = Config(model, ParallelConfig(), training=training)
     built = GPT(model, vocab_size=V, num_positions=S)
     return [
         sum(parameter.numel() for parameter in built.parameters()),
@@ -193,7 +196,7 @@ def _counted(_place: Place) -> list[float]:
         (counted_flops(model, 3) - counted_flops(model, 1)) / 2 / (S * B),
         cost.linear_flops + cost.score_flops(S, "full") + cost.value_flops(S, "full"),
         saved_by_a_layer(model, "flash", torch.bfloat16),
-        activations.of_layer(cost),
+        LayerMemory(config, V, "cpu").kept(layer_kinds(config)[0]) / (S * B),
     ]
 
 

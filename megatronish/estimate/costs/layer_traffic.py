@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatronish.estimate.costs.adapters import all_patterns, is_target
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
-from megatronish.specs.layers import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, layer_specs
+from megatronish.specs.adapter_targets import all_patterns, is_target
+from megatronish.specs.costs import LinearShape
+from megatronish.specs.layers import AttentionSpec, LayerSpec, layer_specs
 
 
 class RingBytes(NamedTuple):
@@ -73,16 +74,15 @@ class LayerTraffic(StepTraffic):
             # What is computed again begins with a copy of its input that has a gradient.
             self.learns_before |= forwards > 1
             if spec.attention.qk_norm and spec.attention.norm_across_heads:
-                self._norms_across_heads(f"{name}.attention.qkv", spec.attention, forwards)
-            self._pair(f"{name}.attention", ("qkv", "out"), spec.attention, forwards)
-            cores = forwards + (self.config.recompute.recompute_granularity == "selective")
-            self._cores(spec.attention, cores)
-            if isinstance(spec.mlp, ExpertsSpec):
-                self._experts(spec.mlp, forwards)
-                if spec.mlp.shared is not None:
-                    self._pair(f"{name}.mlp.shared", ("fc1", "fc2"), spec.mlp.shared, forwards)
-            else:
-                self._pair(f"{name}.mlp", ("fc1", "fc2"), spec.mlp, forwards)
+                self._norms_across_heads(f"{name}.attention.qkv", forwards)
+            self._cores(spec.attention, forwards + (self.config.recompute.recompute_granularity == "selective"))
+            linears = spec.cost(self.config.model).linears
+            for experts in [each for each in linears if each.copies > 1 and each.cut == "column"]:
+                self._experts(experts, forwards)
+            # Column-parallel products and the row-parallel ones behind them.
+            dense = [each for each in linears if each.copies == 1 and each.cut != "none"]
+            for first, second in zip(dense[::2], dense[1::2], strict=True):
+                self._pair(name, first, second, forwards)
         if self.config.recompute.distribute_saved_activations:
             size = self.config.recompute.recompute_num_layers
             groups = sum(
@@ -91,12 +91,13 @@ class LayerTraffic(StepTraffic):
             )
             self.add("tp", "all-gather", self.num_microbatches * groups * self.hidden)
 
-    def _pair(self, name: str, names: tuple[str, str], spec: AttentionSpec | MLPSpec, forwards: int) -> None:
+    def _pair(self, name: str, first: LinearShape, second: LinearShape, forwards: int) -> None:
         """A column-parallel and a row-parallel product, and their adapters."""
         size, times = self.num_microbatches * self.hidden, self.num_microbatches
-        last = "o" if isinstance(spec, AttentionSpec) else "down"
-        adapted = [sum(map(self._is_adapted, (f"{name}.{names[0]}.{each}" for each in spec.sections)))]
-        adapted.append(self._is_adapted(f"{name}.{names[1]}.{last}"))
+        adapted = [
+            sum(self._is_adapted(f"{name}.{linear.name}.{section}") for section, _ in linear.sections)
+            for linear in (first, second)
+        ]
         learns_inside = self.learns_before or adapted[0] > 0
         if self.cuts_sequence:
             # Forward; for the weight gradient; backward of the reduce-scatter at the end.
@@ -113,7 +114,7 @@ class LayerTraffic(StepTraffic):
             else:
                 self.add("tp", "all-reduce", low * (adapted[0] + forwards * adapted[1]))
 
-    def _norms_across_heads(self, name: str, spec: AttentionSpec, forwards: int) -> None:
+    def _norms_across_heads(self, name: str, forwards: int) -> None:
         """A sum of squares of each token, of queries and of keys, and backward one more of each; in fp32."""
         for section in ("q", "k"):
             learns = self.learns_before or not self.freezes or self._is_adapted(f"{name}.{section}")
@@ -136,24 +137,24 @@ class LayerTraffic(StepTraffic):
             heads = traded_heads(attention.num_heads, attention.num_kv_heads, tp=layout.tp, cp=layout.cp)
             self.add("cp", "all-to-all", (forwards + 1) * tokens * heads * self.width)
 
-    def _experts(self, spec: ExpertsSpec, forwards: int) -> None:
+    def _experts(self, experts: LinearShape, forwards: int) -> None:
         """Rows to the experts and back, a count of them, and what ranks with parts of the same experts share."""
         layout, etp, times = self.config.layout, self.sizes["etp"], self.num_microbatches
         own = self.tokens // layout.tp * etp
-        rows = own * spec.num_chosen // spec.num_experts * spec.num_experts
+        rows = own * experts.used // experts.copies * experts.copies
         hidden = self.config.model.hidden_size * self.width
         if layout.tp > 1 and not self.cuts_sequence:  # each rank of tp takes a part of the tokens
             self.add("tp", "all-gather", times * (forwards + 1) * self.hidden)
-        self.add("ep", "all-to-all", times * (2 * (forwards + 1) * rows * hidden + spec.num_experts * SCALAR))
-        weights = own * spec.num_chosen * 4
-        self.add("etp", "all-gather", times * forwards * (own * hidden + weights + own * spec.num_chosen * SCALAR))
+        self.add("ep", "all-to-all", times * (2 * (forwards + 1) * rows * hidden + experts.copies * SCALAR))
+        weights = own * experts.used * 4
+        self.add("etp", "all-gather", times * forwards * (own * hidden + weights + own * experts.used * SCALAR))
         self.add("etp", "all-gather", times * own * hidden)
         self.add("etp", "reduce-scatter", times * (own * hidden * (forwards + 1) + weights))
         model = self.config.model
         if model.moe_expert_capacity_factor is not None:
-            self._capacity(spec.num_experts)
+            self._capacity(experts.copies)
         if model.moe_router_load_balancing_type == "seq_aux_loss" and model.moe_aux_loss_coeff:
-            counts = self.config.training.micro_batch_size * spec.num_experts * SCALAR
+            counts = self.config.training.micro_batch_size * experts.copies * SCALAR
             for axis in ("tp", "cp"):
                 self.add(axis, "all-reduce", times * forwards * counts)
 

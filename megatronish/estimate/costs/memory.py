@@ -1,106 +1,77 @@
-"""Memory of a device, estimated before any is allocated: model state, activations, and what is whole for a while.
+"""Memory of a device, estimated before any is allocated: of each pipeline stage at the moment when most is held.
 
-Model state (model_state.py) is exact except for padding of what is shared. What ZeRO shares is divided by the ranks
-that share it (docs/SHARDING.md has the table), and what is whole for a part of a step alone is called temporary. A
-second model to compare with, of --reference model, counts as weights. Activations are those of activations.py, with an
-even load of all experts. Not counted: buffers of communication, what one operation needs while it runs (with dropout of
-attention, several times the scores of one layer), and what the allocator and the device's own libraries keep (on CUDA,
-1 to 2 GiB).
+There is this one model: the first lines of a run, the refusal of a run without room, the forecast and the search over
+layouts call it, and a test holds it to the dry run, within 5 %. Every moment of a step is looked at at which most may
+be held, three of each backward that live_activations.py names:
+
+    its begin     all activations and the logits are there, and what transient_memory.py adds
+    a layer       the logits of the micro-batch are gone; of full recomputation the activations of a group of layers are
+                  there once more, and the gradients of its weights, inputs and outputs (layer_kind_memory.py), the
+                  largest at a time
+    its end       the activations of the micro-batch are gone
+
+and weight gradients by themselves, and the update, where Muon's matrices are exchanged. Model state is that of
+model_state.py. Layers are counted as on a GPU. A CPU's operators keep other tensors, so that for a CPU the most of each
+kind of bytes is added up: a bound.
+
+Experts are taken to get as many tokens each. A second model, of --reference model, counts as weights: its forward is
+over when that of the step begins. Not counted: what the allocator and the device's libraries keep, 2 to 4 GiB on CUDA.
+
+A search asks for tens of thousands of layouts. What depends on a kind of layer, a chunk, a stage or a mesh alone is
+therefore computed once for all layouts that share it.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from types import MappingProxyType
+from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.sections.adapter import AdapterConfig
-from megatronish.config.sections.model import ModelConfig
-from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.estimate.costs.activations import Activations, StageLoad, bytes_per_score
-from megatronish.estimate.costs.adapters import adapter_parameters
+from megatronish.estimate.costs.candidate import Candidate, candidate_of
+from megatronish.estimate.costs.layer_kind_memory import ChunkKinds, LayerKind, LayerMemory, StageKinds, layer_kinds
 from megatronish.estimate.costs.memory_table import Memory
-from megatronish.estimate.costs.model_state import ZeroSettings, frozen_state, model_state, temporary_bytes
-from megatronish.estimate.costs.parameters import parameters_of_stage
-from megatronish.estimate.costs.quantised import gathered_bytes, largest_dequantised, quantised
-from megatronish.specs.costs import Count, DeviceType, NormShape, sum_counts
-from megatronish.specs.layers import layer_specs
+from megatronish.estimate.costs.model_state import (
+    Rows,
+    StageCounts,
+    ZeroSettings,
+    gathered_by_frozen,
+    stage_state,
+    temporary_bytes,
+    with_padding,
+)
+from megatronish.estimate.costs.stage_parameters import StageParameters
+from megatronish.estimate.costs.state_traffic import data_ranks
+from megatronish.estimate.costs.transient_memory import ChunkBuckets, GatheredUnits, StageTransients, muon_bytes
+from megatronish.parallel.schedules.live_activations import (
+    Instant,
+    StageLoad,
+    StagePlan,
+    fullest_backwards,
+    fullest_instants,
+)
+from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.specs.costs import DeviceType
 
 
 def expected_memory(
-    config: Config, stages: Sequence[StageLoad], *, vocab_size: int, device: DeviceType = "cuda"
+    config: Config,
+    stages: Sequence[StageLoad],
+    *,
+    vocab_size: int,
+    device: DeviceType = "cuda",
+    kernels: bool = True,
+    shard_ranks: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Memory]:
-    """Bytes on a device of each pipeline stage."""
-    model, training, layout = config.model, config.training, config.layout
-    specs, grid = layer_specs(model), math.prod(config.parallel.expert_layout)
-    costs = [layer.cost(model) for layer in specs]
-    padded_vocab_size = model.padded_vocab_size(vocab_size, layout.tp)
-    tokens = training.seq_length * training.micro_batch_size // layout.cp
-    zero, activations = ZeroSettings.of(config.parallel, layout), activations_of(config, device)
-    # Dense parameters are shared over dp and cp, experts over the ranks that hold the same ones.
-    domains = ((_dense_on(layout.tp), zero), (_experts_on(grid), zero.of_experts(layout, grid)))
-    expected = []
-    for stage in stages:
-        held = parameters_of_stage(
-            model,
-            [specs[layer] for layer in stage.all_layers],
-            vocab_size=padded_vocab_size,
-            seq_length=training.seq_length,
-            is_first=stage.is_first,
-            is_last=stage.is_last,
-        )
-        of_layers = [costs[layer] for layer in stage.all_layers]
-        in_matrices = sum_counts(cost.matrices for cost in of_layers)
-        num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments
-        frozen, learned, in_blocks = Count(), held, quantised(model, stage.all_layers, config.adapter)
-        if config.adapter.is_used:
-            frozen, learned = (
-                held + in_blocks.parameters * -1,
-                adapter_parameters(model, stage.all_layers, config.adapter),
-            )
-            in_matrices = Count()
-        count, state = 0, Memory(0, 0, 0)
-        for of, shared in domains:
-            count += of(learned)
-            moments = num_moments(count=of(learned), in_matrices=of(in_matrices))
-            state = state.plus(model_state(of(learned), moments, shared, element_bytes=activations.element_bytes))
-            state = state.plus(frozen_state(of(frozen), shared, element_bytes=activations.element_bytes))
-            state = state.plus(frozen_state(of(in_blocks.stored), shared, element_bytes=1))
-        in_activations, in_logits = activations.peak(stage, costs, padded_vocab_size=padded_vocab_size)
-        table = padded_vocab_size * model.hidden_size // layout.tp if stage.is_first or stage.is_last else 0
-        temporary = temporary_bytes(
-            of_layers, zero, count=count, table=table, cut=(layout.tp, grid), element_bytes=activations.element_bytes
-        )
-        if config.adapter.is_used:
-            more = _temporary_of_frozen(config, stage, held, zero, width=activations.element_bytes)
-            temporary = more if zero.stage == 3 else more + temporary
-        if config.reference == "model":
-            reference = _reference_state(config, stage, held, domains, width=activations.element_bytes)
-            state, temporary = state.plus(reference), max(temporary, reference.temporary)
-        expected.append(
-            state._replace(activations=tokens * in_activations, logits=tokens * in_logits, temporary=temporary)
-        )
-    return expected
+    """Bytes on a device of each pipeline stage when most is held, by owner; with `kernels` fused operators run.
 
-
-def activations_of(config: Config, device: DeviceType) -> Activations:
-    """Settings of a config that decide what layers keep of each token."""
-    parallel, layout = config.parallel, config.layout
-    element_bytes = 4 if config.training.precision == "fp32" else 2
-    is_ring = layout.cp > 1 and parallel.cp_comm_type == "p2p"  # which keeps no probabilities, whatever it drops
-    return Activations(
-        hidden_size=config.model.hidden_size,
-        seq_length=config.training.seq_length,
-        element_bytes=element_bytes,
-        score_bytes=0 if is_ring else bytes_per_score(config.model, config.training.attention_backend, element_bytes),
-        tp=layout.tp,
-        sequence_parallel=parallel.sequence_parallel,
-        recompute=config.recompute,
-        device=device,
-        embedding_bytes=_embedding_bytes(config.model, element_bytes, device),
-        bias_bytes=0 if is_ring else _bias_bytes(config, element_bytes),
-        shares_bias=not config.data.packs_documents,
-        routed_over=layout.tp // parallel.expert_layout.etp,
-    )
+    `shard_ranks` are the rank's places among those that shard each domain. By default it is the first one, which has
+    most where ZeRO-3 has no even number of rows for each.
+    """
+    model = MemoryModel.alone(config, vocab_size, device, kernels=kernels, shard_ranks=shard_ranks)
+    layout = candidate_of(config)
+    return [model.peak(layout, model.stage(load), load.plan) for load in stages]
 
 
 def bytes_of_uneven_load(
@@ -112,60 +83,331 @@ def bytes_of_uneven_load(
     """
     model = config.model
     twice = replace(config, model=replace(model, moe_router_topk=2 * model.moe_router_topk))
-    even, uneven = (expected_memory(each, stages, vocab_size=vocab_size, device=device) for each in (config, twice))
-    return max(b.activations - a.activations for a, b in zip(even, uneven, strict=True))
+    layout, found = candidate_of(config), list[list[int]]()
+    for each in (config, twice):
+        memory = MemoryModel.alone(each, vocab_size, device, kernels=False)
+        found.append([memory.most_activations(layout, memory.stage(load), load.plan)[0] for load in stages])
+    return max(uneven - even for even, uneven in zip(*found, strict=True))
 
 
-def _embedding_bytes(model: ModelConfig, element_bytes: int, device: DeviceType) -> int:
-    """Bytes a token that the norm after the embedding keeps."""
-    norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
-    return norm.saved_bytes(element_bytes=element_bytes, device=device).total if model.embed_layernorm else 0
+class Moment(NamedTuple):
+    """Bytes of activations, of logits and of what is at work, when a backward has come so far.
 
-
-def _bias_bytes(config: Config, element_bytes: int) -> int:
-    """Bytes a token of ALiBi's biases, S of each head: a square for all samples, or, with documents, one for each.
-
-    Of a rank that trades heads for the sequence they are those of its heads, over the tokens of its part.
+    `gradients` below zero are those of the step that have not come yet.
     """
-    model, training = config.model, config.training
-    if model.position_embedding_type != "alibi":
-        return 0
-    samples = 1 if config.data.packs_documents else training.micro_batch_size
-    heads = model.num_attention_heads // config.layout.tp
-    return heads * training.seq_length * element_bytes // samples
+
+    activations: float
+    logits: float
+    temporary: float
+    gradients: float = 0.0
 
 
-def _dense_on(tp: int) -> Callable[[Count], int]:
-    return lambda count: count.without_experts.per_rank(tp)
+@dataclass
+class MemoryModel:
+    """Memory of the stages of all layouts of a config; `config_of` gives the config of a layout."""
+
+    config: Config
+    vocab_size: int
+    config_of: Callable[[Candidate], Config]
+    device: DeviceType = "cuda"
+    kernels: bool = True
+    shard_ranks: Mapping[str, int] = field(default_factory=dict)
+    _chunk_kinds: dict[tuple[LayerKind, ...], ChunkKinds] = field(default_factory=dict)
+    _stage_kinds: dict[tuple[object, ...], StageKinds] = field(default_factory=dict)
+    _layers: dict[tuple[object, ...], LayerMemory] = field(default_factory=dict)
+    _rows: dict[tuple[object, ...], dict[LayerKind, Rows]] = field(default_factory=dict)
+    _states: dict[tuple[object, ...], tuple[Memory, GatheredUnits, float]] = field(default_factory=dict)
+    _buckets: dict[tuple[object, ...], ChunkBuckets] = field(default_factory=dict)
+    _works: dict[tuple[int, StageKinds], "StageWork"] = field(default_factory=dict)
+
+    @classmethod
+    def alone(
+        cls,
+        config: Config,
+        vocab_size: int,
+        device: DeviceType,
+        *,
+        kernels: bool = True,
+        shard_ranks: Mapping[str, int] = MappingProxyType({}),
+    ) -> "MemoryModel":
+        """Of the layout that a config has itself."""
+        return cls(config, vocab_size, lambda _: config, device, kernels, shard_ranks)
+
+    def __post_init__(self) -> None:
+        self.kinds = layer_kinds(self.config)
+
+    def stage(self, load: StageLoad) -> StageKinds:
+        """Kinds of the layers of a stage; stages that are alike are the same object."""
+        chunks = []
+        for layers in load.layers:
+            kinds = tuple(self.kinds[layer] for layer in layers)
+            chunks.append(self._chunk_kinds.setdefault(kinds, ChunkKinds(kinds, layers)))
+        found = StageKinds(tuple(chunks), load.is_first, load.is_last)
+        return self._stage_kinds.setdefault((found.chunks, found.is_first, found.is_last), found)
+
+    def peak(self, layout: Candidate, stage: StageKinds, plan: StagePlan) -> Memory:
+        """Bytes when most is held, by owner."""
+        return self.peaks(layout, stage, plan, (layout.zero,))[0]
+
+    def peaks(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
+        """The same under several stages of ZeRO; 0 and 1 differ in their model state alone."""
+        sizes, found, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
+        work = self._work(layout, stage)
+        for zero in zeros:
+            state, units, of_update = self._state(layout, stage, zero)
+            if self.device == "cpu":
+                found.append(self._sum(layout, stage, plan, state))
+                continue
+            alike = max(zero, 1)
+            if alike not in fullest:
+                transients = self._transients(layout, stage, sizes, zero, units)
+                fullest[alike] = work.fullest(plan, transients)
+            activations, logits, temporary, gradients = fullest[alike]
+            if of_update > activations + logits + temporary + gradients:
+                activations, logits, temporary, gradients = 0, 0, of_update, 0
+            found.append(
+                Memory(
+                    state.parameters,
+                    state.gradients + round(gradients),
+                    state.optimizer,
+                    round(activations),
+                    round(logits),
+                    round(temporary),
+                    state.host,
+                )
+            )
+        return found
+
+    def floor(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zero: int) -> float:
+        """Bytes below which a peak cannot be: model state without gradients, and activations that wait.
+
+        Gradients are not all there while the most activations wait for a step's first backward.
+        """
+        held, state = self._work(layout, stage).waiting_most(plan).values(), self._state(layout, stage, zero)[0]
+        return state.total - state.gradients + max(map(sum, held), default=0.0)
+
+    def of_one_micro_batch(self, layout: Candidate, stage: StageKinds) -> int:
+        """Bytes of activations of a stage that one micro-batch at a time passes."""
+        one = Instant((1,) * len(stage.chunks), (0,) * len(stage.chunks))
+        work = StageWork(self._layer_memory(layout), stage)
+        return round(work.waiting(one) + max(each.again for each in work.chunks))
+
+    def _work(self, layout: Candidate, stage: StageKinds) -> "StageWork":
+        sizes = self._layer_memory(layout)
+        if (found := self._works.get((id(sizes), stage))) is None:
+            found = self._works[id(sizes), stage] = StageWork(sizes, stage)
+        return found
+
+    def _layer_memory(self, layout: Candidate) -> LayerMemory:
+        defers = SCHEDULES[layout.schedule].has_weight_gradients
+        mesh, recompute = layout.mesh, layout.recompute
+        key = mesh.tp, mesh.cp, mesh.ep, mesh.etp, layout.micro_batch, recompute, layout.sequence_parallel, defers
+        if key not in self._layers:
+            alone = layout._replace(mesh=mesh._replace(pp=1, dp=1), schedule="1f1b", chunks=1, zero=0)
+            config = self.config_of(alone)
+            self._layers[key] = LayerMemory(config, self.vocab_size, self.device, self.kernels, defers)
+        return self._layers[key]
+
+    # What does not depend on the micro-batch
+
+    def _state(self, layout: Candidate, stage: StageKinds, zero: int) -> tuple[Memory, GatheredUnits, float]:
+        """Model state, what ZeRO-3 gathers, and Muon's largest buffer."""
+        key = layout.mesh, stage, zero
+        if key not in self._states:
+            config = self.config_of(Candidate(layout.mesh, zero=zero))
+            state = stage_state(config, StageCounts.of(config, stage, vocab_size=self.vocab_size))
+            units = GatheredUnits(0, 0, 0)
+            if zero == 3:
+                rows = self._rows_of_kinds(config)
+                units = GatheredUnits.of(self._layer_memory(layout), stage, rows)
+                if not config.adapter.is_used:
+                    of_layers = [rows[kind].times(number) for kind, number in stage.counts.items()]
+                    state = with_padding(state, [*of_layers, self._rows_of_ends(config, stage)])
+            self._states[key] = state, units, muon_bytes(config, stage)
+        return self._states[key]
+
+    def _rows_of_kinds(self, config: Config) -> dict[LayerKind, Rows]:
+        ranks, layout = data_ranks(config), config.layout
+        key = layout.tp, config.parallel.expert_layout, tuple(ranks.values())
+        if key not in self._rows:
+            parameters = StageParameters(config, _load(), self.vocab_size)
+            self._rows[key] = {
+                kind: Rows.of(parameters.layer(f"layers.{kind.first}", kind.cost, 0), ranks, self.shard_ranks)
+                for kind in dict.fromkeys(self.kinds)
+            }
+        return self._rows[key]
+
+    def _rows_of_ends(self, config: Config, stage: StageKinds) -> Rows:
+        ends = StageParameters(config, _load(is_first=stage.is_first, is_last=stage.is_last), self.vocab_size).ends()
+        return Rows.of(ends, data_ranks(config), self.shard_ranks)
+
+    def _transients(
+        self, layout: Candidate, stage: StageKinds, sizes: LayerMemory, zero: int, units: GatheredUnits
+    ) -> StageTransients:
+        number, buckets = len(stage.chunks), list[ChunkBuckets]()
+        # Without ZeRO-2 buckets matter where the embedding is in one with the first layer, which is the first stage's.
+        for place in range(number if zero == 2 else min(1, stage.is_first * number)):
+            is_first, is_last = stage.is_first and place == 0, stage.is_last and place == number - 1
+            buckets.append(self._buckets_of(layout, stage.chunks[place], is_first=is_first, is_last=is_last))
+        return StageTransients(sizes, stage, zero, buckets, units, layout.mesh.pp > 1)
+
+    def _buckets_of(self, layout: Candidate, chunk: ChunkKinds, *, is_first: bool, is_last: bool) -> ChunkBuckets:
+        mesh, is_pipeline = layout.mesh, layout.mesh.pp > 1
+        defers = SCHEDULES[layout.schedule].has_weight_gradients
+        sequence = layout.sequence_parallel
+        key = mesh.tp, mesh.ep, mesh.etp, is_pipeline, defers, sequence, chunk, is_first, is_last
+        if key not in self._buckets:
+            self._buckets[key] = ChunkBuckets.of(
+                self.config_of(layout), chunk, is_first=is_first, is_last=is_last, vocab_size=self.vocab_size
+            )
+        return self._buckets[key]
+
+    # On a CPU
+
+    def _sum(self, layout: Candidate, stage: StageKinds, plan: StagePlan, state: Memory) -> Memory:
+        """The most of each kind of bytes, which are not there at the same time."""
+        config, sizes = self.config_of(layout), self._layer_memory(layout)
+        activations, logits = self.most_activations(layout, stage, plan)
+        temporary = self._temporary(config, stage, sizes)
+        return state._replace(activations=activations, logits=logits, temporary=temporary)
+
+    def most_activations(self, layout: Candidate, stage: StageKinds, plan: StagePlan) -> tuple[int, int]:
+        """The most bytes of activations that wait at once, with those that are computed again, and of logits."""
+        work = StageWork(self._layer_memory(layout), stage)
+        held = [(work.waiting(instant), work.of_logits(instant)) for instant in fullest_instants(plan)]
+        activations, logits = max(held, key=sum)
+        return round(activations + max(each.again for each in work.chunks)), round(logits)
+
+    def _temporary(self, config: Config, stage: StageKinds, sizes: LayerMemory) -> int:
+        """Bytes that are whole for a part of a step, of what ZeRO shares."""
+        zero, cut = ZeroSettings.of(config.parallel, config.layout), (sizes.tp, sizes.ep * sizes.etp)
+        counts = StageCounts.of(config, stage, vocab_size=self.vocab_size)
+        learned = counts.learned.per_rank(sizes.tp, experts=cut[1])
+        table = sizes.table if stage.is_first or stage.is_last else 0
+        costs = [kind.cost for kind in stage.kinds]
+        found = temporary_bytes(costs, zero, count=learned, table=table, cut=cut, element_bytes=sizes.element)
+        if config.adapter.is_used:
+            layers = [kind.first for kind in stage.kinds]
+            gathered = gathered_by_frozen(config, counts.held, layers, width=sizes.element)
+            found = gathered if zero.stage == 3 else found + gathered
+        if config.reference == "model":
+            alone, layers = replace(config, adapter=AdapterConfig()), [kind.first for kind in stage.kinds]
+            found = max(found, gathered_by_frozen(alone, counts.held, layers, width=sizes.element))
+        return found
 
 
-def _experts_on(grid: int) -> Callable[[Count], int]:
-    return lambda count: count.experts // grid
+@dataclass
+class StageWork:
+    """Moments of a stage's step; sizes are bytes of one micro-batch."""
+
+    sizes: LayerMemory
+    stage: StageKinds
+
+    def __post_init__(self) -> None:
+        sizes, stage = self.sizes, self.stage
+        self.chunks = [sizes.of_chunk(chunk) for chunk in stage.chunks]
+        self.shared_masks, self.own_masks = sizes.masks
+        self._most: dict[StagePlan, dict[tuple[int, frozenset[int]], tuple[float, float]]] = {}
+        # Bytes of a micro-batch that waits in a chunk, and of one that waits for its weight gradients alone.
+        self._live, self._deferred = [each.live for each in self.chunks], [each.deferred for each in self.chunks]
+        if stage.is_first:
+            self._live[0] += sizes.of_embedding
+            self._deferred[0] += sizes.of_embedding
+        if stage.is_last:  # inputs of the final norm and of the head
+            self._live[-1] += 2 * sizes.residual
+            self._deferred[-1] += 2 * sizes.residual * sizes.defers
+
+    def waiting(self, instant: Instant) -> float:
+        """Activations of all micro-batches at an instant."""
+        found = self.shared_masks
+        for number, size in zip(instant.live, self._live, strict=True):
+            found += number * size
+        if self.sizes.defers:
+            for number, size in zip(instant.deferred, self._deferred, strict=True):
+                found += number * size
+        return found + max(instant.live) * self.own_masks
+
+    def losses(self, instant: Instant) -> int:
+        """Micro-batches whose loss has a backward, or weight gradients, before it."""
+        return instant.live[-1] + (instant.deferred[-1] if self.sizes.defers else 0)
+
+    def of_logits(self, instant: Instant) -> float:
+        """Logits of all micro-batches at an instant."""
+        return self.losses(instant) * self.sizes.logits if self.stage.is_last else 0.0
+
+    def fullest(self, plan: StagePlan, transients: StageTransients) -> Moment:
+        """The moment of a step at which most is held."""
+        # A tensor that arrives early and one that is sent.
+        transfers = 2 * self.sizes.hidden / self.sizes.tp if plan.num_stages > 1 else 0.0
+        gradients = self._gradients(transients)
+        most, found = -inf, (0.0, 0.0, 0.0, 0.0)
+        # What a backward holds in addition to all that waits depends on its chunk and on those that have begun: of the
+        # backwards that have these in common, the one for which most waits is the fullest.
+        for (chunk, begun), (waiting, logits) in self.waiting_most(plan).items():
+            for more, gone, temporary, come in self._of_backward(chunk, begun, gradients, transients):
+                if waiting + logits + more - gone + temporary + come > most:
+                    most = waiting + logits + more - gone + temporary + come
+                    found = waiting + more, logits - gone, temporary, come
+        if self.sizes.defers:
+            for instant in fullest_instants(plan):  # weight gradients by themselves
+                waiting, logits, temporary = self.waiting(instant), self.of_logits(instant), transients.of_weight
+                if any(instant.deferred) and waiting + logits + temporary > most:
+                    most, found = waiting + logits + temporary, (waiting, logits, temporary, 0.0)
+        activations, logits, temporary, come = found
+        return Moment(activations, logits, temporary + transfers, come)
+
+    def waiting_most(self, plan: StagePlan) -> dict[tuple[int, frozenset[int]], tuple[float, float]]:
+        """{(chunk, chunks that have begun): activations and logits when most wait for a backward of that chunk}."""
+        if plan not in self._most:
+            found: dict[tuple[int, frozenset[int]], tuple[float, float]] = {}
+            for instant, chunk, begun in fullest_backwards(plan):
+                held, key = (self.waiting(instant), self.of_logits(instant)), (chunk, begun)
+                if key not in found or sum(held) > sum(found[key]):
+                    found[key] = held
+            self._most[plan] = found
+        return self._most[plan]
+
+    def _of_backward(
+        self, chunk: int, begun: frozenset[int], gradients: Sequence[float], transients: StageTransients
+    ) -> Iterator[tuple[float, float, float, float]]:
+        """What a backward holds in addition to all that waits when it begins, and logits that are gone.
+
+        At the output layer, at the layer that needs most, at the embedding. Plain tuples are fast.
+        """
+        sizes, bytes_of = self.sizes, self.chunks[chunk]
+        ends = self.stage.is_last and chunk == len(self.chunks) - 1
+        missing = come = 0.0
+        if gradients and len(begun) < len(gradients):  # of chunks without a backward, which have no memory yet
+            missing = sum([size for other, size in enumerate(gradients) if other not in begun])
+            come = 0.0 if chunk in begun else gradients[chunk]
+        at_begin, work, at_last, at_end = transients.of_backward(chunk, bool(begun), ends=ends)
+        if ends or transients.zero == 3:
+            yield 0.0, 0.0, at_begin, -missing
+        gone = sizes.logits if ends and not sizes.defers else 0.0
+        if bytes_of.keeps_last:  # of gradients a bucket has come, and the head's
+            few = come and (
+                come if transients.merges_table else min(come, transients.bucket + 4.0 * sizes.table * ends)
+            )
+            yield 0.0, gone, at_last, few - missing
+        if bytes_of.recomputes:  # all have come but the embedding's
+            late = transients.late if come and chunk == 0 else 0.0
+            yield bytes_of.more, gone, work, come - late - missing
+        freed = 0.0 if sizes.defers else bytes_of.live + (2 * sizes.residual if ends else 0)
+        yield -freed, gone, at_end, come - missing
+
+    def _gradients(self, transients: StageTransients) -> list[float]:
+        """Bytes of the gradients of each chunk, if they are given back when a step begins."""
+        sizes, stage = self.sizes, self.stage
+        if transients.zero > 1 or sizes.config.training.cuda_graph:
+            return []
+        found = [sizes.learned_by(chunk) for chunk in stage.chunks]
+        if not sizes.freezes:
+            is_one = len(found) == 1 and transients.ties
+            found[0] += sizes.table if stage.is_first else 0
+            found[-1] += sizes.table if stage.is_last and not is_one else 0
+        return [4.0 * size for size in found]
 
 
-def _temporary_of_frozen(config: Config, stage: StageLoad, held: Count, zero: ZeroSettings, *, width: int) -> int:
-    """Bytes that are whole for a part of a step, of a frozen stage: what is gathered, and a dequantised matrix."""
-    model, adapter, layers, found = config.model, config.adapter, stage.all_layers, 0
-    tp, (ep, etp) = config.layout.tp, config.parallel.expert_layout
-    if zero.stage == 3:
-        found += gathered_bytes(model, held, layers, adapter, cut=(tp, ep * etp), width=width)
-    if adapter.quantize_base is not None:
-        found += width * largest_dequantised(model, layers, tp=tp, etp=etp)
-    return found
-
-
-def _reference_state(
-    config: Config,
-    stage: StageLoad,
-    held: Count,
-    domains: Sequence[tuple[Callable[[Count], int], ZeroSettings]],
-    *,
-    width: int,
-) -> Memory:
-    """Second model of --reference model: a frozen copy, whose forward is over before that of the step begins."""
-    state = Memory(0, 0, 0)
-    for of, shared in domains:
-        state = state.plus(frozen_state(of(held), shared, element_bytes=width))
-    _, zero = domains[0]
-    alone = replace(config, adapter=AdapterConfig())
-    return state._replace(temporary=_temporary_of_frozen(alone, stage, held, zero, width=width))
+def _load(*, is_first: bool = False, is_last: bool = False) -> StageLoad:
+    """A stage without layers."""
+    return StageLoad((range(0),), is_first=is_first, is_last=is_last, plan=StagePlan("1f1b", 1, 1, 1, 0))

@@ -1,17 +1,32 @@
 """Model state of a rank, what ZeRO shares of it, and what of it is whole for a part of a step.
 
 In fp32 a parameter takes 4 bytes, its gradient 4 and Adam 8, 16 in all; in 16 bits it takes 2, a gradient in fp32 4,
-master weight and Adam 12, 18 in all. A frozen parameter has neither gradient nor master.
+master weight and Adam 12, 18 in all. A frozen parameter has neither gradient nor master. What ZeRO shares is divided by
+the ranks that share it (docs/SHARDING.md has the table): dense parameters over dp and cp, experts over the ranks that
+hold the same ones.
+
+FSDP shares the rows of each parameter. Where they are not a multiple of the ranks (few experts over many ranks) the
+weights of all ranks are padded, as is what is gathered; gradients and the optimizer's states have true rows alone, so
+the first ranks have most of them and the last ones may have none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
+from megatronish.config.config import Config
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.layout import Layout
+from megatronish.core.names import OPTIMIZER_NAMES
+from megatronish.estimate.costs.layer_kind_memory import StageKinds
 from megatronish.estimate.costs.memory_table import Memory
-from megatronish.specs.costs import LayerCost
+from megatronish.estimate.costs.parameters import parameters_of_stage
+from megatronish.estimate.costs.quantised import Quantised, gathered_bytes, largest_dequantised, quantised
+from megatronish.estimate.costs.stage_parameters import StageParameter
+from megatronish.estimate.costs.state_traffic import DataRanks
+from megatronish.parallel.bucketing import rounded_up
+from megatronish.specs.costs import Count, LayerCost, sum_counts
 
 
 class ZeroSettings(NamedTuple):
@@ -65,6 +80,105 @@ def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_byt
     return Memory(parameters, gradients, masters + 4 * moments)
 
 
+class StageCounts(NamedTuple):
+    """Parameters of a stage: all, those that learn, those of them in matrices; `blocks` are held in 4 bits."""
+
+    held: Count
+    learned: Count
+    in_matrices: Count
+    blocks: Quantised
+
+    @classmethod
+    def of(cls, config: Config, stage: StageKinds, *, vocab_size: int) -> "StageCounts":
+        """Of a config, with a vocabulary padded for tp."""
+        model, adapter, counts = config.model, config.adapter, stage.counts
+        held = parameters_of_stage(
+            model,
+            (),
+            vocab_size=model.padded_vocab_size(vocab_size, config.layout.tp),
+            seq_length=config.training.seq_length,
+            is_first=stage.is_first,
+            is_last=stage.is_last,
+        )
+        held += sum_counts(kind.parameters * number for kind, number in counts.items())
+        if not adapter.is_used:
+            matrices = sum_counts(kind.cost.matrices * number for kind, number in counts.items())
+            return cls(held, held, matrices, Quantised(Count(), Count()))
+        learned = sum_counts(kind.adapters * number for kind, number in counts.items())
+        blocks = [(quantised(model, [kind.first], adapter), number) for kind, number in counts.items()]
+        parameters, stored = (sum_counts(block[part] * number for block, number in blocks) for part in range(2))
+        return cls(held, learned, Count(), Quantised(parameters, stored))
+
+
+def stage_state(config: Config, counts: StageCounts) -> Memory:
+    """Parameters, gradients and optimizer of a stage, with even shares; and a second model of --reference model."""
+    width = 4 if config.training.precision == "fp32" else 2
+    tp, grid = config.layout.tp, prod(config.parallel.expert_layout)
+    num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments
+    dense = ZeroSettings.of(config.parallel, config.layout)
+    frozen = counts.held + counts.blocks.parameters * -1 if config.adapter.is_used else Count()
+    state = Memory(0, 0, 0)
+    for zero, is_experts in ((dense, False), (dense.of_experts(config.layout, grid), True)):
+
+        def on_rank(count: Count, is_experts: bool = is_experts) -> int:
+            return count.experts // grid if is_experts else count.without_experts.per_rank(tp)
+
+        learned = on_rank(counts.learned)
+        moments = num_moments(count=learned, in_matrices=on_rank(counts.in_matrices))
+        state = state.plus(model_state(learned, moments, zero, element_bytes=width))
+        state = state.plus(frozen_state(on_rank(frozen), zero, element_bytes=width))
+        state = state.plus(frozen_state(on_rank(counts.blocks.stored), zero, element_bytes=1))
+        if config.reference == "model":
+            state = state.plus(frozen_state(on_rank(counts.held), zero, element_bytes=width))
+    return state
+
+
+class Rows(NamedTuple):
+    """Elements on a rank of parameters that learn: with padding, without it, and with an even share of all rows.
+
+    `gathered` are those of whole parameters with padding, by domain.
+    """
+
+    padded: int
+    own: int
+    even: float
+    gathered: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, parameters: Iterable[StageParameter], ranks: Mapping[str, DataRanks], places: Mapping[str, int]
+    ) -> "Rows":
+        """Of these parameters, on the rank at these places among those that shard each domain, the first by default."""
+        padded, own, even, gathered = 0, 0, 0.0, [0, 0]
+        for each in parameters:
+            shard, _ = ranks[each.domain]
+            whole = rounded_up(each.rows, shard)
+            gathered[each.domain == "experts"] += whole * each.columns
+            if each.learns:
+                part = whole // shard
+                padded += part * each.columns
+                own += min(max(each.rows - part * places.get(each.domain, 0), 0), part) * each.columns
+                even += each.size / shard
+        return cls(padded, own, even, (gathered[0], gathered[1]))
+
+    def times(self, number: int) -> "Rows":
+        """Of so many layers that are alike."""
+        padded, own, even, (dense, experts) = self
+        return Rows(number * padded, number * own, number * even, (number * dense, number * experts))
+
+
+def with_padding(memory: Memory, rows: Sequence[Rows]) -> Memory:
+    """What ZeRO-3 holds, of `memory` with even shares in fp32."""
+    padded, own, even = (sum(getattr(each, name) for each in rows) for name in ("padded", "own", "even"))
+    if not even:
+        return memory
+    return memory._replace(
+        parameters=memory.parameters + round(4 * (padded - even)) if memory.parameters else 0,
+        gradients=memory.gradients + round(4 * (own - even)) if memory.gradients else 0,
+        optimizer=round(memory.optimizer * own / even),
+    )
+
+
 BUCKETS_AT_ONCE = 3  # of ZeRO-2: two are exchanged while one fills
 
 
@@ -96,3 +210,13 @@ def temporary_bytes(
         at_work = max((a + b + max(a, b) for a, b in pairwise(sizes)), default=2 * sum(sizes))
         return element_bytes * (rest + rest + at_work)
     return 0
+
+
+def gathered_by_frozen(config: Config, held: Count, layers: Sequence[int], *, width: int) -> int:
+    """Bytes that are whole for a part of a step, of a frozen stage: what is gathered, and a dequantised matrix."""
+    tp, (ep, etp), found = config.layout.tp, config.parallel.expert_layout, 0
+    if config.parallel.zero == 3:
+        found += gathered_bytes(config.model, held, layers, config.adapter, cut=(tp, ep * etp), width=width)
+    if config.adapter.quantize_base is not None:
+        found += width * largest_dequantised(config.model, layers, tp=tp, etp=etp)
+    return found

@@ -8,7 +8,7 @@ from megatronish.config.config import Config
 from megatronish.config.sections.adapter import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.estimate.costs.adapters import LinearSection, linear_sections, sections_of_layer
+from megatronish.specs.adapter_targets import LinearSection, linear_sections, sections_of_layer
 from megatronish.specs.costs import Count, sum_counts
 from megatronish.specs.layers import layer_specs
 

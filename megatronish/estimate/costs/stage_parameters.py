@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.estimate.costs.activations import StageLoad
-from megatronish.estimate.costs.adapters import all_patterns, is_target
+from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.parallel.schedules.table import SCHEDULES
-from megatronish.specs.costs import LayerCost
-from megatronish.specs.layers import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, layer_specs
+from megatronish.specs.adapter_targets import all_patterns, is_target
+from megatronish.specs.costs import LayerCost, LinearShape, NormShape
+from megatronish.specs.layers import layer_specs
 
 Source = tuple[int, str]
 """A chunk, and the kind of its actions from which a gradient comes."""
@@ -44,32 +44,47 @@ class StageParameter(NamedTuple):
 
 def stage_parameters(config: Config, load: StageLoad, *, vocab_size: int) -> list[StageParameter]:
     """All parameters of a stage, in the order of the model."""
-    return list(_StageParameters(config, load, vocab_size).all())
+    return list(StageParameters(config, load, vocab_size).all())
 
 
-class _StageParameters(NamedTuple):
+class StageParameters(NamedTuple):
+    """Parameters of a stage, whose layers `load` has."""
+
     config: Config
     load: StageLoad
     vocab_size: int
 
     def all(self) -> Iterator[StageParameter]:
         """Embedding, layers, final norm, head; frozen with adapters, which learn in their place."""
-        freezes, specs = self.config.adapter.is_used, layer_specs(self.config.model)
-        for each in self.embedding():
-            yield each._replace(learns=not freezes)
+        specs = layer_specs(self.config.model)
+        costs = {spec: spec.cost(self.config.model) for spec in set(specs)}
+        yield from self.embedding()
         for chunk, layers in enumerate(self.load.layers):
             for number in layers:
-                for each in self.layer(f"layers.{number}", specs[number]):
-                    source = (chunk, self.deferred if each.matrices else "B")
-                    is_adapter = ".adapters." in each.name
-                    yield each._replace(sources=frozenset({source}), learns=is_adapter or not freezes)
+                yield from self.layer(f"layers.{number}", costs[specs[number]], chunk)
         if self.load.is_last:
-            last = len(self.load.layers) - 1
-            for each in self.norm("final_norm", self.config.model.hidden_size):
-                yield each._replace(sources=frozenset({(last, "B")}), learns=not freezes)
-            if not self.config.model.tied:
-                head = self.table("head.weight")
-                yield head._replace(sources=frozenset({(last, self.deferred)}), learns=not freezes)
+            yield from self.head()
+
+    def ends(self) -> Iterator[StageParameter]:
+        """Parameters of a stage outside of its layers: embeddings, the final norm and the head."""
+        yield from self.embedding()
+        if self.load.is_last:
+            yield from self.head()
+
+    def layer(self, name: str, cost: LayerCost, chunk: int) -> Iterator[StageParameter]:
+        """A layer of a chunk."""
+        freezes = self.config.adapter.is_used
+        for each in self.pieces(name, cost):
+            source = (chunk, self.deferred if each.matrices else "B")
+            yield each._replace(sources=frozenset({source}), learns=".adapters." in each.name or not freezes)
+
+    def head(self) -> Iterator[StageParameter]:
+        """Final norm, and a head that is not the embedding's table."""
+        learns, last = not self.config.adapter.is_used, len(self.load.layers) - 1
+        for each in self.norm("final_norm", self.norm_shape):
+            yield each._replace(sources=frozenset({(last, "B")}), learns=learns)
+        if not self.config.model.tied:
+            yield self.table("head.weight")._replace(sources=frozenset({(last, self.deferred)}), learns=learns)
 
     @property
     def deferred(self) -> str:
@@ -82,26 +97,32 @@ class _StageParameters(NamedTuple):
         return self.config.layout.tp
 
     @property
+    def norm_shape(self) -> NormShape:
+        """Norm of hidden states."""
+        return NormShape(self.config.model.normalization, self.config.model.hidden_size)
+
+    @property
     def over_sequence(self) -> tuple[str, ...]:
         """Axes over which ranks see different parts of the sequence."""
         return ("tp",) if self.config.parallel.sequence_parallel else ()
 
     def embedding(self) -> Iterator[StageParameter]:
         """Tables of tokens and positions, and a norm between; of a stage that only ends the model the tied table."""
-        model, first = self.config.model, frozenset({(0, "B")})
+        model, first, learns = self.config.model, frozenset({(0, "B")}), not self.config.adapter.is_used
         if not self.load.is_first and not (self.load.is_last and model.tied):
             return
         sources = first if self.load.is_first else frozenset[Source]()
         if model.tied and self.load.is_last:
             sources |= {(len(self.load.layers) - 1, self.deferred)}
-        yield self.table("embedding.tokens.weight")._replace(tied=model.tied, sources=sources)
+        tokens = self.table("embedding.tokens.weight")
+        yield tokens._replace(tied=model.tied, sources=sources, learns=learns)
         if self.load.is_first and model.embed_layernorm:
-            for each in self.norm("embedding.norm", model.hidden_size):
-                yield each._replace(sources=first)
+            for each in self.norm("embedding.norm", self.norm_shape):
+                yield each._replace(sources=first, learns=learns)
         if self.load.is_first and model.position_embedding_type == "learned_absolute":
             rows = model.max_position_embeddings or self.config.training.seq_length
-            name = "embedding.positions.weight"
-            yield StageParameter(name, rows, model.hidden_size, partial=self.over_sequence, sources=first)
+            positions = StageParameter("embedding.positions.weight", rows, model.hidden_size)
+            yield positions._replace(partial=self.over_sequence, sources=first, learns=learns)
 
     def table(self, name: str) -> StageParameter:
         """Embedding of tokens, or the head."""
@@ -110,69 +131,43 @@ class _StageParameters(NamedTuple):
             name, model.padded_vocab_size(self.vocab_size, self.tp) // self.tp, model.hidden_size, ("tp",)
         )
 
-    def norm(self, name: str, size: int, *, of_heads: bool = False) -> Iterator[StageParameter]:
+    def norm(self, name: str, shape: NormShape) -> Iterator[StageParameter]:
         """Weight of a norm, and LayerNorm's bias."""
-        partial = self.over_sequence if not of_heads else ("tp",) if self.tp > 1 else ()
-        yield StageParameter(f"{name}.weight", size, partial=partial)
-        if self.config.model.normalization == "LayerNorm":
-            yield StageParameter(f"{name}.bias", size, partial=partial)
-
-    def layer(self, name: str, spec: LayerSpec) -> Iterator[StageParameter]:
-        """One transformer layer; of a layer of another kind what its cost row has."""
-        hidden = self.config.model.hidden_size
-        if not isinstance(spec, LayerSpec):
-            yield from self.row(name, spec.cost(self.config.model))
+        if shape.cuts_weight:
+            yield StageParameter(f"{name}.weight", shape.size // self.tp, cut=("tp",))
             return
-        yield from self.norm(f"{name}.attention_norm", hidden)
-        yield from self.attention(f"{name}.attention", spec.attention)
-        yield from self.norm(f"{name}.mlp_norm", hidden)
-        if isinstance(spec.mlp, ExpertsSpec):
-            yield from self.experts(f"{name}.mlp", spec.mlp)
+        partial = self.over_sequence if not shape.is_split else ("tp",) if self.tp > 1 else ()
+        yield StageParameter(f"{name}.weight", shape.size, partial=partial)
+        if shape.kind == "LayerNorm":
+            yield StageParameter(f"{name}.bias", shape.size, partial=partial)
+
+    def pieces(self, name: str, cost: LayerCost) -> Iterator[StageParameter]:
+        """One layer: what the pieces of its cost row have."""
+        for piece in cost.pieces or (cost,):
+            vectors = f"{name}.{piece.vectors_name}"
+            if piece.vectors.split:
+                yield StageParameter(vectors, piece.vectors.split // self.tp, cut=("tp",))
+            if piece.vectors.whole:
+                yield StageParameter(vectors, piece.vectors.whole, partial=self.over_sequence)
+            for number, linear in enumerate(piece.linears):
+                yield from self.linear(f"{name}.{linear.name or number}", linear)
+            for number, norm in enumerate(piece.norms):
+                yield from self.norm(f"{name}.{norm.name or f'norm.{number}'}", norm)
+
+    def linear(self, name: str, shape: LinearShape) -> Iterator[StageParameter]:
+        """Weight and bias of a linear layer, or of all its copies, and their adapters."""
+        sections = dict(shape.sections) or {"": shape.out_features}
+        if shape.copies > 1:
+            yield from self.stacked(name, shape, sections)
+        elif shape.cut == "row":
+            yield from self.row_parallel(name, shape.in_features, sections, shape.bias)
+        elif shape.cut == "column":
+            yield from self.column_parallel(name, shape.in_features, sections, shape.bias)
         else:
-            yield from self.mlp(f"{name}.mlp", spec.mlp)
-
-    def row(self, name: str, cost: LayerCost) -> Iterator[StageParameter]:
-        """Linear layers, norms and vectors of a cost row."""
-        for number, linear in enumerate(cost.linears):
-            if linear.cut == "row":
-                yield from self.row_parallel(f"{name}.{number}", linear.in_features, linear.out_features, linear.bias)
-            else:
-                features = {"": linear.out_features}
-                yield from self.column_parallel(f"{name}.{number}", linear.in_features, features, linear.bias)
-        for number, norm in enumerate(cost.norms):
-            yield StageParameter(f"{name}.norm.{number}", norm.parameters.per_rank(self.tp), partial=self.over_sequence)
-        if cost.vectors.total:
-            yield StageParameter(f"{name}.vectors", cost.vectors.per_rank(self.tp), partial=self.over_sequence)
-
-    def attention(self, name: str, spec: AttentionSpec) -> Iterator[StageParameter]:
-        """Sinks, projections, and norms of queries and keys."""
-        hidden, sections = self.config.model.hidden_size, spec.sections
-        if spec.softmax == "learnable":
-            yield StageParameter(f"{name}.sinks", spec.num_heads // self.tp, cut=("tp",))
-        yield from self.column_parallel(f"{name}.qkv", hidden, sections, spec.qkv_bias)
-        yield from self.row_parallel(f"{name}.out", sections["q"], hidden, spec.out_bias, section="o")
-        for norm, size in (("q_norm", sections["q"]), ("k_norm", sections["k"])) if spec.qk_norm else ():
-            if spec.norm_across_heads:
-                yield StageParameter(f"{name}.{norm}.weight", size // self.tp, cut=("tp",))
-            else:
-                yield from self.norm(f"{name}.{norm}", spec.head_size, of_heads=True)
-
-    def mlp(self, name: str, spec: MLPSpec) -> Iterator[StageParameter]:
-        """Up-projection, with its gate if it has one, and down-projection."""
-        hidden = self.config.model.hidden_size
-        yield from self.column_parallel(f"{name}.fc1", hidden, spec.sections, spec.bias)
-        yield from self.row_parallel(f"{name}.fc2", spec.ffn_size, hidden, spec.bias, section="down")
-
-    def experts(self, name: str, spec: ExpertsSpec) -> Iterator[StageParameter]:
-        """Router, experts and shared experts."""
-        hidden, size, sections = self.config.model.hidden_size, spec.expert.ffn_size, tuple(spec.expert.sections)
-        yield StageParameter(f"{name}.router.weight", spec.num_experts, hidden, partial=("tp",))
-        yield from self.stacked(f"{name}.experts.gate_up", spec.num_experts, (hidden, size), sections)
-        yield from self.stacked(f"{name}.experts.down", spec.num_experts, (size, hidden), ("down",))
-        if spec.shared is not None:
-            yield from self.mlp(f"{name}.shared", spec.shared)
-        if spec.shared_gate:
-            yield StageParameter(f"{name}.shared_gate.weight", 1, hidden, partial=self.over_sequence)
+            partial = ("tp",) if shape.splits_tokens else self.over_sequence
+            yield StageParameter(f"{name}.weight", shape.out_features, shape.in_features, partial=partial)
+            if shape.bias:
+                yield StageParameter(f"{name}.bias", shape.out_features, partial=partial)
 
     def column_parallel(self, name: str, width: int, sections: dict[str, int], bias: bool) -> Iterator[StageParameter]:
         """Weight and bias cut along the outputs, and the adapters of its sections."""
@@ -190,14 +185,13 @@ class _StageParameters(NamedTuple):
                 yield StageParameter(f"{adapter}.A", rank, width, partial=self.over_sequence)
                 yield StageParameter(f"{adapter}.B", size // self.tp, rank, ("tp",))
 
-    def row_parallel(
-        self, name: str, width: int, size: int, bias: bool, *, section: str = ""
-    ) -> Iterator[StageParameter]:
+    def row_parallel(self, name: str, width: int, sections: dict[str, int], bias: bool) -> Iterator[StageParameter]:
         """Weight cut along the inputs, a whole bias, and its adapter."""
+        (size,) = sections.values()
         yield StageParameter(f"{name}.weight", size, width // self.tp, ("tp",), matrices=(width * size,))
         if bias:
             yield StageParameter(f"{name}.bias", size, partial=self.over_sequence)
-        for _ in self.adapted(name, {section: size}):
+        for section, _ in self.adapted(name, sections):
             adapter = f"{name}.adapters.default.{section}"
             if self.config.adapter.adapter_type == "ia3" and section == "down":
                 yield StageParameter(f"{adapter}.l", width // self.tp, cut=("tp",))
@@ -208,17 +202,16 @@ class _StageParameters(NamedTuple):
                 yield StageParameter(f"{adapter}.A", rank, width // self.tp, ("tp",))
                 yield StageParameter(f"{adapter}.B", size, rank, partial=self.over_sequence)
 
-    def stacked(
-        self, name: str, experts: int, shape: tuple[int, int], sections: tuple[str, ...]
-    ) -> Iterator[StageParameter]:
-        """One weight for each expert, of `shape` (in, out of each section), and their adapters."""
-        (width, size), (ep, etp) = shape, self.config.parallel.expert_layout
+    def stacked(self, name: str, shape: LinearShape, sections: dict[str, int]) -> Iterator[StageParameter]:
+        """One weight for each expert, and their adapters."""
+        (ep, etp), experts, width = self.config.parallel.expert_layout, shape.copies, shape.in_features
+        size = shape.out_features // len(sections)
         cut = StageParameter(name, experts // ep, cut=("ep", "etp"), domain="experts")
         whole = cut._replace(cut=("ep",), partial=("etp",))
         matrices = (width * size,) * (experts * len(sections))
         yield cut._replace(name=f"{name}.weight", columns=len(sections) * width * size // etp, matrices=matrices)
-        is_down, rank = sections == ("down",), self.config.adapter.lora_rank
-        for section, _ in self.adapted(name, dict.fromkeys(sections, size)):
+        is_down, rank = shape.cut == "row", self.config.adapter.lora_rank
+        for section, _ in self.adapted(name, sections):
             adapter = f"{name}.adapters.default.{section}"
             if self.config.adapter.adapter_type == "ia3":
                 yield cut._replace(name=f"{adapter}.l", columns=width // etp)

@@ -11,10 +11,10 @@ from itertools import chain
 from math import prod
 from typing import NamedTuple
 
-from megatronish.estimate.costs.buckets import cut_into_buckets, padded_size, rounded_up
-from megatronish.estimate.costs.matrix_rounds import round_sizes
+from megatronish.config.config import Config
 from megatronish.estimate.costs.stage_parameters import Source, StageParameter, stage_parameters
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
+from megatronish.parallel.bucketing import cut_into_buckets, padded_size, round_sizes, rounded_up
 
 
 class DataRanks(NamedTuple):
@@ -22,6 +22,27 @@ class DataRanks(NamedTuple):
 
     shard: int
     copies: int
+
+
+def data_ranks(config: Config) -> dict[str, DataRanks]:
+    """Data ranks of each domain that the mesh of a config has."""
+    parallel, layout = config.parallel, config.layout
+    numbers = {"dense": layout.dp * layout.cp}
+    if config.model.num_experts is not None:
+        numbers["experts"] = layout.dp * layout.cp * layout.tp // prod(parallel.expert_layout)
+    copies = parallel.num_distributed_optimizer_instances
+    return {
+        name: DataRanks(number // copies, copies) if parallel.zero else DataRanks(1, number)
+        for name, number in numbers.items()
+    }
+
+
+def owners(config: Config, domain: str) -> list[tuple[str, int]]:
+    """Axes of more than one rank over which Muon's matrices are spread, in the order in which rows are gathered."""
+    shard, copies = data_ranks(config)[domain]
+    (ep, etp), tp = config.parallel.expert_layout, config.layout.tp
+    of_model = [("tp", tp)] if domain == "dense" else [("etp", etp), ("ep", ep)]
+    return [(axis, ranks) for axis, ranks in (("replicate", copies), *of_model, ("shard", shard)) if ranks > 1]
 
 
 class GradientBucket(NamedTuple):
@@ -51,15 +72,7 @@ class StateTraffic(StepTraffic):
     @cached_property
     def data_ranks(self) -> dict[str, DataRanks]:
         """Data ranks of each domain that the mesh has."""
-        parallel, layout = self.config.parallel, self.config.layout
-        numbers = {"dense": layout.dp * layout.cp}
-        if self.has_experts:
-            numbers["experts"] = layout.dp * layout.cp * layout.tp // (self.sizes["ep"] * self.sizes["etp"])
-        copies = parallel.num_distributed_optimizer_instances
-        return {
-            name: DataRanks(number // copies, copies) if parallel.zero else DataRanks(1, number)
-            for name, number in numbers.items()
-        }
+        return data_ranks(self.config)
 
     @property
     def reduced_width(self) -> int:
@@ -93,10 +106,11 @@ class StateTraffic(StepTraffic):
             for axis in bucket.sums_over:
                 self.add(axis, "all-reduce", 4 * bucket.size // shard)
 
-    def buckets(self) -> Iterator[GradientBucket]:
+    def buckets(self, *, padded: bool = True) -> Iterator[GradientBucket]:
         """Buckets of the parameters that learn: of one domain, summed over the same axes, from the same actions.
 
-        Those of a GPU. On a CPU ranks that share nothing cut smaller ones (`plan_buckets`), in as many bytes.
+        Those of a GPU, perhaps without padding for the ranks that share them. On a CPU ranks that share nothing cut
+        smaller ones (`plan_buckets`), in as many bytes.
         """
         alike: dict[tuple[object, ...], list[StageParameter]] = {}
         for each in reversed(self.parameters):
@@ -106,7 +120,7 @@ class StateTraffic(StepTraffic):
         for found in alike.values():
             sizes, first = [each.size for each in found], found[0]
             for part in cut_into_buckets(sizes, self.config.parallel.ddp_bucket_size):
-                ranks = self.data_ranks[first.domain].shard
+                ranks = self.data_ranks[first.domain].shard if padded else 1
                 size = padded_size([sizes[number] for number in part], alignment=16 // self.width, ranks=ranks)
                 names = tuple(found[number].name for number in part)
                 yield GradientBucket(names, size, first.domain, first.sources, self.sums_over(first))
@@ -150,11 +164,8 @@ class StateTraffic(StepTraffic):
                     self.add(axis, "reduce-scatter", size)
 
     def owners(self, domain: str) -> list[tuple[str, int]]:
-        """Axes of more than one rank over which Muon's matrices are spread, in the order in which rows are gathered."""
-        shard, copies = self.data_ranks[domain]
-        model_axes = ("tp",) if domain == "dense" else ("etp", "ep")
-        found = [("replicate", copies), *((axis, self.sizes[axis]) for axis in model_axes), ("shard", shard)]
-        return [(axis, ranks) for axis, ranks in found if ranks > 1]
+        """Axes over which Muon's matrices are spread."""
+        return owners(self.config, domain)
 
     def round_widths(self, domain: str) -> list[int]:
         """Elements of an owner's row in each round of Muon."""

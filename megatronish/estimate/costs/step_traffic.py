@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.estimate.costs.activations import StageLoad
+from megatronish.parallel.schedules.live_activations import StageLoad
 
 SCALAR = 8  # bytes of a number in fp64, or an integer
 

@@ -20,10 +20,10 @@ from collections.abc import Mapping
 
 from megatronish.config.config import Config
 from megatronish.core.names import OBJECTIVE_NAMES
-from megatronish.estimate.costs.activations import StageLoad
 from megatronish.estimate.costs.layer_traffic import LayerTraffic
 from megatronish.estimate.costs.state_traffic import StateTraffic
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic, TrafficKey
+from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.parallel.schedules.plan import StageChunk, routes
 from megatronish.parallel.schedules.table import SCHEDULES
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from megatronish.config.dump import write_toml
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import is_finite, read_text
-from megatronish.estimate.planner.device_names import device_of
-from megatronish.estimate.planner.devices import ABOVE_SHEET, LARGEST, WITHOUT_SHEET, Device, device_table
+from megatronish.estimate.planner.devices import ABOVE_SHEET, LARGEST, WITHOUT_SHEET, Device, device_of, device_table
 
 STEPS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """Collectives that the model has links from, with how often each byte passes a link, and each rank's latency."""

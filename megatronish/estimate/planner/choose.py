@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatronish.core.errors import UserError
-from megatronish.estimate.planner.candidate import MeshSizes
-from megatronish.estimate.planner.exact import Planned, memory_of, plan_of, refusal
+from megatronish.estimate.costs.candidate import MeshSizes
+from megatronish.estimate.planner.exact import Planned, plan_of, refusal
 from megatronish.estimate.planner.remedy import does_not_fit
 from megatronish.estimate.planner.search import Found, Search
 
@@ -52,14 +52,12 @@ def short_list(search: Search, *, number: int) -> ShortList:
         if usual.candidate not in {each.candidate for each in planned}:
             planned.append(usual)
     place = None if usual is None else [each.candidate for each in planned].index(usual.candidate)
-    return ShortList(tried.legal, tried.fitting, planned, place)
+    return ShortList(tried.legal, len(tried.found), planned, place)
 
 
 def _first_that_holds(search: Search, found: Iterator[Found]) -> list[Planned]:
     """The best of some layouts of a mesh that is legal and fits by its exact figures, if there is one."""
     for _, each in zip(range(MOST_TRIES), found, strict=False):
-        if memory_of(search, each.candidate) > search.limit:
-            continue
         planned = plan_of(search, each.candidate)
         if refusal(search, planned) is None:
             return [planned]
@@ -90,5 +88,4 @@ def conventional(search: Search, found: list[Found]) -> Planned | None:
             each.seconds,
         )
 
-    fitting = [each for each in found if each.nbytes <= search.limit]  # layouts near the limit would take all tries
-    return next(iter(_first_that_holds(search, iter(sorted(fitting, key=strangeness)[:MOST_TRIES]))), None)
+    return next(iter(_first_that_holds(search, iter(sorted(found, key=strangeness)[:MOST_TRIES]))), None)

@@ -3,12 +3,10 @@
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.candidate import Candidate, candidate_of, complaints, config_of
+from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.costs.memory_table import Memory
-from megatronish.estimate.costs.peak import memory_of_stages
-from megatronish.estimate.planner.candidate import Candidate
 from megatronish.estimate.planner.layer_time import NOTHING, Passes
-from megatronish.estimate.planner.layout_config import complaints, config_of
 from megatronish.estimate.planner.pipeline_time import PipelineSeconds
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.stage_layers import StageLayers, counted
@@ -48,11 +46,6 @@ class Planned(NamedTuple):
     fullest: StageMemory
 
 
-def memory_of(search: Search, candidate: Candidate) -> int:
-    """Exact bytes on a device of the fullest stage of a layout."""
-    return fullest_stage(config_of(search.config, candidate), search.work.vocab_size).memory.total
-
-
 def plan_of(search: Search, candidate: Candidate) -> Planned:
     """The exact figures of a layout."""
     stages = search.stages(candidate)
@@ -77,12 +70,12 @@ def fullest_stage(config: Config, vocab_size: int, device: DeviceType = "cuda", 
     """Expected memory of the stage that needs most: on a GPU at its peak, with fused operators or without."""
     training, layout = config.training, config.layout
     stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
-    m = config.global_batch_size // (training.micro_batch_size * layout.dp)
-    expected = memory_of_stages(config, stages.loads(m), vocab_size=vocab_size, device=device, kernels=kernels)
+    model, candidate = MemoryModel.alone(config, vocab_size, device, kernels=kernels), candidate_of(config)
+    loads = stages.loads(config.global_batch_size // (training.micro_batch_size * layout.dp))
+    expected = [model.peak(candidate, model.stage(load), load.plan) for load in loads]
     number = max(range(len(expected)), key=lambda stage: expected[stage].total)
-    (alone,) = expected_memory(config, [stages.load(number, 1)], vocab_size=vocab_size, device=device)
-    in_flight = max(0, expected[number].activations - alone.activations)
-    return StageMemory(number, expected[number], in_flight)
+    of_one = model.of_one_micro_batch(candidate, model.stage(loads[number]))
+    return StageMemory(number, expected[number], max(0, expected[number].activations - of_one))
 
 
 def exact_step(clock: StepClock, candidate: Candidate, stages: StageLayers, config: Config) -> StepSeconds:

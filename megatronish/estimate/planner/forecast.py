@@ -5,10 +5,9 @@ from typing import Any
 
 from megatronish.config.config import Config
 from megatronish.core.errors import UserError
+from megatronish.estimate.costs.candidate import candidate_of
 from megatronish.estimate.costs.traffic import by_axis, expected_traffic, why_no_traffic
-from megatronish.estimate.planner.candidate import Candidate, MeshSizes
-from megatronish.estimate.planner.device_names import device_of
-from megatronish.estimate.planner.devices import find_device
+from megatronish.estimate.planner.devices import device_of, find_device
 from megatronish.estimate.planner.efficiencies import Efficiencies, known_error
 from megatronish.estimate.planner.exact import exact_step, fullest_stage
 from megatronish.estimate.planner.reservations import reservations
@@ -17,21 +16,6 @@ from megatronish.estimate.planner.step_time import StepClock
 from megatronish.estimate.planner.workload import Workload
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.specs.costs import DeviceType
-
-
-def candidate_of(config: Config) -> Candidate:
-    """The layout of a config."""
-    layout, parallel = config.layout, config.parallel
-    ep, etp = parallel.expert_layout
-    return Candidate(
-        MeshSizes(layout.tp, layout.pp, layout.dp, layout.cp, ep, etp),
-        config.training.micro_batch_size,
-        parallel.schedule,
-        parallel.num_chunks(config.model.num_layers),
-        parallel.zero,
-        config.recompute.recompute_granularity or "none",
-        parallel.sequence_parallel,
-    )
 
 
 def forecast(

@@ -2,7 +2,7 @@
 
 Each iteration of a matrix [m, n], m <= n, has three products: of [m, n] with its transpose, of the square with itself,
 and of the polynomial with the matrix (optim/muon.py). In a round each rank owns one matrix of nearly equal size, so a
-rank computes every num_ranks-th of the matrices in the order of their sizes (estimate/costs/matrix_rounds.py).
+rank computes every num_ranks-th of the matrices in the order of their sizes (bucketing.py).
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,12 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from megatronish.estimate.costs.matrix_rounds import RoundSize, round_sizes
-from megatronish.estimate.planner.candidate import MeshSizes
+from megatronish.estimate.costs.candidate import MeshSizes
+from megatronish.estimate.planner.device_speed import Links, Machine, product_seconds
 from megatronish.estimate.planner.devices import Device
 from megatronish.estimate.planner.efficiencies import Efficiencies
-from megatronish.estimate.planner.links import Links
-from megatronish.estimate.planner.products import Machine, product_seconds
 from megatronish.estimate.planner.workload import Workload
+from megatronish.parallel.bucketing import RoundSize, round_sizes
 
 
 class MatrixGroup(NamedTuple):

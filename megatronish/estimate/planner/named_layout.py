@@ -3,7 +3,7 @@
 import difflib
 
 from megatronish.core.errors import UserError
-from megatronish.estimate.planner.candidate import Candidate, MeshSizes
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes
 from megatronish.parallel.schedules.table import SCHEDULES
 
 NUMBERS = ("tp", "pp", "cp", "ep", "etp", "micro", "chunks", "zero")

@@ -4,16 +4,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatronish.config.fields import with_fields
-from megatronish.estimate.planner.candidate import Candidate
+from megatronish.estimate.costs.candidate import Candidate, config_of
 from megatronish.estimate.planner.devices import device_table
-from megatronish.estimate.planner.exact import Planned, fullest_stage, memory_of
-from megatronish.estimate.planner.layout_config import config_of
-from megatronish.estimate.planner.search import NEAR, Search, SearchResult
+from megatronish.estimate.planner.exact import Planned, fullest_stage
+from megatronish.estimate.planner.search import Search, SearchResult
 
 GIB = 2**30
 MOST_TIMES = 64  # more devices than these times as many are not proposed
 NEIGHBOURS = 32
-MOST_LOOKED_AT = 5
 
 
 def does_not_fit(search: Search, tried: SearchResult) -> str:
@@ -41,12 +39,8 @@ def _cheapest(search: Search) -> str:
 
 
 def fits(search: Search) -> bool:
-    """Whether a layout fits by its exact memory; of those near the limit the smallest ones are looked at."""
-    found = search.run().found
-    if any(each.nbytes * NEAR <= search.limit for each in found):
-        return True
-    smallest = sorted(found, key=lambda each: each.nbytes)[:MOST_LOOKED_AT]
-    return any(memory_of(search, each.candidate) <= search.limit for each in smallest)
+    """Whether a layout fits."""
+    return bool(search.run().found)
 
 
 def _changes(search: Search) -> Iterator[tuple[Search, str]]:
@@ -95,7 +89,7 @@ def layout_does_not_fit(search: Search, planned: Planned) -> str:
     for each, change in _neighbours(candidate, search.config.model.num_experts is not None):
         if search.is_legal(each) and search.work.global_batch % (each.micro_batch * each.mesh.dp) == 0:
             stages = search.stages(each)
-            if search.scale.fullest(each, stages) <= NEAR * search.limit and memory_of(search, each) <= search.limit:
+            if search.nbytes(each) <= search.limit:
                 neighbours.append((search.clock.step(each, stages).high, change))
     if neighbours:
         remedy = f"the cheapest change that makes it fit is {min(neighbours)[1]}"

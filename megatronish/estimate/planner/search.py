@@ -5,27 +5,26 @@ it: overlap is charged at its worse end, a chunk must compute longer than its tr
 has to be asked for, and a result is one layout for each mesh and not one winner.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from megatronish.config.check import problems
 from megatronish.config.config import Config
-from megatronish.estimate.planner.candidate import Candidate, MeshSizes, Recompute
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of
+from megatronish.estimate.costs.layer_kind_memory import StageKinds
+from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.planner.devices import Device
 from megatronish.estimate.planner.efficiencies import Efficiencies, KnownError, known_error
-from megatronish.estimate.planner.layout_config import config_of
 from megatronish.estimate.planner.stage_layers import StageLayers
-from megatronish.estimate.planner.stage_memory import MemoryScale
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
 from megatronish.estimate.planner.workload import Workload
+from megatronish.parallel.schedules.live_activations import StagePlan
 from megatronish.parallel.schedules.table import SCHEDULES
 
 FILLED = 0.87
 """Part of a device's memory that a plan may fill: allocator, context and libraries take 2 to 4 GiB of the rest."""
-NEAR = 1.05
-"""A layout whose estimated memory is above the limit by less than this factor is looked at exactly, too."""
 MOST_SAMPLES = 16  # of a micro-batch
 MOST_NODES_OF_TP = 2  # tensor parallelism over more nodes than this is never fast
 FEWEST_TOKENS = 512  # of a sequence on a rank of cp
@@ -42,13 +41,9 @@ class Found(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """Result of a search: legal layouts that were tried, those that fit or nearly do, best first, and the smallest one.
-
-    Sizes are estimates: the exact figures of a layout decide before it is printed.
-    """
+    """Result of a search: legal layouts that were tried, those that fit, best first, and the smallest one."""
 
     legal: int
-    fitting: int
     found: list[Found]
     smallest: tuple[int, Candidate] | None
 
@@ -66,8 +61,9 @@ class Search:
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.work, self.device, self.efficiencies)
-        self.scale = MemoryScale(self.config, self.work)
+        self.memory = MemoryModel(self.config, self.work.vocab_size, partial(config_of, self.config))
         self._stages: dict[tuple[int, str, int], StageLayers] = {}
+        self._kinds: dict[StageLayers, list[tuple[StagePlan, StageKinds]]] = {}
 
     @property
     def error(self) -> KnownError:
@@ -95,20 +91,48 @@ class Search:
             for candidate, zeros in self.families(mesh):
                 legal += len(zeros)
                 stages = self.stages(candidate)
-                sizes = self.scale.fullest_by_zero(candidate, stages, zeros)
+                # Once something fits, what cannot is left out before its peaks are computed.
+                if smallest is not None and smallest[0] <= self.limit and not self.may_fit(candidate, zeros):
+                    continue
+                sizes = self.bytes_by_zero(candidate, zeros)
                 least = min(range(len(sizes)), key=sizes.__getitem__)
                 if smallest is None or sizes[least] < smallest[0]:
                     smallest = sizes[least], candidate._replace(zero=zeros[least])
-                if sizes[least] > NEAR * self.limit:
+                if sizes[least] > self.limit:
                     continue
                 ends = self.clock.worse_ends(candidate, stages, zeros)
                 found += [
                     Found(seconds, nbytes, candidate._replace(zero=zero))
                     for zero, nbytes, seconds in zip(zeros, sizes, ends, strict=True)
-                    if nbytes <= NEAR * self.limit
+                    if nbytes <= self.limit
                 ]
         found.sort()
-        return SearchResult(legal, sum(each.nbytes <= self.limit for each in found), found, smallest)
+        return SearchResult(legal, found, smallest)
+
+    def nbytes(self, candidate: Candidate) -> int:
+        """Bytes on a device of the stage that needs most."""
+        return self.bytes_by_zero(candidate, (candidate.zero,))[0]
+
+    def may_fit(self, candidate: Candidate, zeros: Sequence[int]) -> bool:
+        """Whether no stage needs more than there is by its model state and what waits in it alone."""
+        plans, least = self._plans(candidate), max(zeros)  # a higher stage of ZeRO keeps no more
+        return all(self.memory.floor(candidate, kinds, plan, least) <= self.limit for plan, kinds in plans)
+
+    def _plans(self, candidate: Candidate) -> list[tuple[StagePlan, StageKinds]]:
+        """Plans and layers of the stages that may need most."""
+        stages, m = self.stages(candidate), candidate.num_microbatches(self.work.global_batch)
+        if stages not in self._kinds:
+            loads = [stages.loads[stage] for stage in stages.ends]
+            self._kinds[stages] = [(load.plan, self.memory.stage(load)) for load in loads]
+        return [(plan._replace(num_microbatches=m), kinds) for plan, kinds in self._kinds[stages]]
+
+    def bytes_by_zero(self, candidate: Candidate, zeros: Sequence[int]) -> list[int]:
+        """Bytes on a device of the stage that needs most, for each of several stages of ZeRO."""
+        most = [0] * len(zeros)
+        for plan, kinds in self._plans(candidate):
+            peaks = self.memory.peaks(candidate, kinds, plan, zeros)
+            most = [max(before, memory.total) for before, memory in zip(most, peaks, strict=True)]
+        return most
 
     def stages(self, candidate: Candidate) -> StageLayers:
         """Layers of the stages in this layout."""

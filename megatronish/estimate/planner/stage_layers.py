@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.estimate.costs.candidate import MeshSizes
 from megatronish.estimate.costs.parameters import parameters_of_stage
-from megatronish.estimate.planner.candidate import MeshSizes
 from megatronish.estimate.planner.workload import Workload
 from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.costs import Count, sum_counts
 
@@ -27,6 +28,7 @@ class StageLayers:
     """The counts of each chunk of each stage."""
     layers: tuple[tuple[int, ...], ...] = ()
     """Numbers of the layers of each stage."""
+    loads: tuple[StageLoad, ...] = ()
     defers: bool = False
     """Whether weight gradients wait for actions of their own."""
     _largest: dict[tuple[MeshSizes, bool], tuple[float, float]] = field(default_factory=dict)
@@ -43,7 +45,13 @@ class StageLayers:
         counts = tuple(tuple(map(sum, zip(*each, strict=True))) for each in chunks)
         ends = stages.placement[0].stage, stages.placement[-1].stage
         return cls(
-            work, counts, *ends, chunks, tuple(map(tuple, numbers)), SCHEDULES[parallel.schedule].has_weight_gradients
+            work,
+            counts,
+            *ends,
+            chunks,
+            tuple(map(tuple, numbers)),
+            tuple(stages.loads(1)),
+            SCHEDULES[parallel.schedule].has_weight_gradients,
         )
 
     @classmethod

@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatronish.estimate.planner.candidate import Candidate, MeshSizes
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes
+from megatronish.estimate.planner.device_speed import Links, Machine
 from megatronish.estimate.planner.devices import Device
 from megatronish.estimate.planner.efficiencies import Efficiencies
 from megatronish.estimate.planner.layer_time import NOTHING, Brief, LayerClock, Passes
-from megatronish.estimate.planner.links import Links
 from megatronish.estimate.planner.muon import muon_machine, muon_seconds
 from megatronish.estimate.planner.pipeline_time import PipelineSeconds, StageTimes, pipeline_seconds
-from megatronish.estimate.planner.products import Machine
 from megatronish.estimate.planner.stage_layers import StageLayers
 from megatronish.estimate.planner.workload import Workload
+from megatronish.parallel.schedules.table import SCHEDULES
 
 NO_SECONDS = (0.0,) * len(Brief._fields)
 
@@ -97,7 +97,7 @@ class StepClock:
         spent = pipeline.total + exchange + optimizer + others + eff.step_seconds
         hidden = 0.0
         if self.overlaps:
-            hides = not (candidate.mesh.pp > 1 and candidate.schedule in ("zb-h1", "zb-v"))
+            hides = not (candidate.mesh.pp > 1 and SCHEDULES[candidate.schedule].has_weight_gradients)
             hidden = eff.hidden * min(exchange, self._behind(candidate, slowest, m))
             hidden += eff.hidden * m * slowest.hideable if hides else 0.0
         return StepSeconds(

@@ -9,14 +9,9 @@ from megatronish.config.sections.adapter import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.core.names import OBJECTIVE_NAMES
-from megatronish.estimate.costs.adapters import (
-    LinearSection,
-    adapter_parameters,
-    all_patterns,
-    is_target,
-    sections_of_layer,
-)
+from megatronish.estimate.costs.parameters import adapter_parameters
 from megatronish.estimate.costs.quantised import Quantised, quantised
+from megatronish.specs.adapter_targets import LinearSection, all_patterns, is_target, sections_of_layer
 from megatronish.specs.costs import Count, LayerCost
 from megatronish.specs.layers import layer_specs
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from megatronish.config.sections.adapter import AdapterConfig
 from megatronish.core.errors import UserError
 from megatronish.core.files import new_folder
-from megatronish.estimate.costs.adapters import linear_sections
 from megatronish.formats.adapters import SavedAdapter
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.peft.config import CONFIG, our_config, read_config, their_config
 from megatronish.formats.safetensors import read_file, write_file
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description, LazyTensor
+from megatronish.specs.adapter_targets import linear_sections
 
 # Linear modules of transformers as sections of our layers, and PEFT's tensors of a module as those of its sections.
 #

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.core.errors import RunError
-from megatronish.estimate.costs.zero2_buffers import MAX_PENDING
 from megatronish.parallel import comm
+from megatronish.parallel.bucketing import MAX_PENDING
 from megatronish.parallel.data_parallel.plan import BucketPlan, Source
 from megatronish.parallel.data_parallel.settings import DataParallelSettings
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatronish.estimate.costs.buckets import cut_into_buckets, offsets, padded_size
+from megatronish.parallel.bucketing import cut_into_buckets, offsets, padded_size
 from megatronish.parallel.mesh import Axis, Domain
 from megatronish.parallel.sharding import Sharding
 

@@ -5,8 +5,8 @@ from functools import cache, cached_property
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.estimate.costs.activations import Backward, Instant, StageLoad
 from megatronish.estimate.costs.flops import layer_flops, logits_flops
+from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan
 from megatronish.parallel.schedules.plan import Action, Placement, StageChunk
 from megatronish.parallel.schedules.split import SplitWeights, split_layers
 from megatronish.parallel.schedules.table import SCHEDULES, PipelineSchedule
@@ -82,22 +82,11 @@ class Stages:
     def load(self, stage: int, num_microbatches: int) -> StageLoad:
         """The load of one stage."""
         places = [StageChunk(stage, chunk) for chunk in range(self.num_chunks)]
-        live, deferred = [0] * self.num_chunks, [0] * self.num_chunks
-        instants, backwards = {Instant(tuple(live), tuple(deferred))}, set[Backward]()
-        for action in self.actions(stage, num_microbatches):
-            if action.kind == "B":
-                begun = frozenset(backward.chunk for backward in backwards)
-                backwards.add(Backward(Instant(tuple(live), tuple(deferred)), action.chunk, begun))
-            live[action.chunk] += (action.kind == "F") - (action.kind == "B")
-            if self.schedule.has_weight_gradients:
-                deferred[action.chunk] += (action.kind == "B") - (action.kind == "W")
-            instants.add(Instant(tuple(live), tuple(deferred)))
         return StageLoad(
             layers=tuple(self.layers_at(place) for place in places),
-            instants=frozenset(instants),
             is_first=any(map(self.is_first, places)),
             is_last=any(map(self.is_last, places)),
-            backwards=frozenset(backwards),
+            plan=StagePlan(self.schedule.name, self.num_stages, self.num_chunks, num_microbatches, stage),
         )
 
 

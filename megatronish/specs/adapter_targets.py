@@ -1,4 +1,4 @@
-"""Linear layers of a model by name, which of their sections have an adapter, and how many parameters learn."""
+"""Targets of adapters: linear layers of a model by name, and which of their sections have an adapter."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -7,8 +7,7 @@ from typing import NamedTuple
 from megatronish.config.sections.adapter import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.specs.costs import Count, sum_counts
-from megatronish.specs.layers import ExpertsSpec, LayerSpec, MLPSpec, layer_specs
+from megatronish.specs.layers import LayerSpec, layer_specs
 
 SECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 DEFAULT_TARGETS = {"lora": SECTIONS, "ia3": ("k", "v", "down")}
@@ -40,16 +39,6 @@ class LinearSection(NamedTuple):
         """Last part of the name."""
         return self.name.rpartition(".")[2]
 
-    def parameters(self, config: AdapterConfig) -> Count:
-        """Parameters of its adapter, by how they are cut."""
-        if config.adapter_type == "ia3":
-            size = self.in_features if self.section == "down" else self.out_features
-            found = Count(whole=size) if self.section == "o" else Count(split=size)
-        else:
-            a, b = config.lora_rank * self.in_features, config.lora_rank * self.out_features
-            found = Count(split=a, whole=b) if self.section in ("o", "down") else Count(split=b, whole=a)
-        return found if self.copies == 1 else Count(experts=self.copies * found.total)
-
 
 def linear_sections(model: ModelConfig) -> Iterator[LinearSection]:
     """Sections of all linear layers that may have an adapter: not router, embedding and output layer."""
@@ -58,25 +47,10 @@ def linear_sections(model: ModelConfig) -> Iterator[LinearSection]:
 
 
 def sections_of_layer(model: ModelConfig, number: int, spec: LayerSpec) -> Iterator[LinearSection]:
-    """Sections of one transformer layer."""
-    layer, hidden = f"layers.{number}", model.hidden_size
-    for name, size in spec.attention.sections.items():
-        yield LinearSection(f"{layer}.attention.qkv.{name}", hidden, size)
-    yield LinearSection(f"{layer}.attention.out.o", spec.attention.sections["q"], hidden)
-    if isinstance(spec.mlp, ExpertsSpec):
-        names = (f"{layer}.mlp.experts.gate_up", f"{layer}.mlp.experts.down")
-        yield from _of_mlp(spec.mlp.expert, names, hidden, copies=spec.mlp.num_experts)
-        if spec.mlp.shared is not None:
-            yield from _of_mlp(spec.mlp.shared, (f"{layer}.mlp.shared.fc1", f"{layer}.mlp.shared.fc2"), hidden)
-    else:
-        yield from _of_mlp(spec.mlp, (f"{layer}.mlp.fc1", f"{layer}.mlp.fc2"), hidden)
-
-
-def _of_mlp(spec: MLPSpec, names: tuple[str, str], hidden: int, *, copies: int = 1) -> Iterator[LinearSection]:
-    first, second = names
-    for name, size in spec.sections.items():
-        yield LinearSection(f"{first}.{name}", hidden, size, copies)
-    yield LinearSection(f"{second}.down", spec.ffn_size, hidden, copies)
+    """Sections of one layer."""
+    for linear in spec.cost(model).linears:
+        for section, size in linear.sections:
+            yield LinearSection(f"layers.{number}.{linear.name}.{section}", linear.in_features, size, linear.copies)
 
 
 def target_patterns(config: AdapterConfig) -> dict[str, tuple[str, ...]]:
@@ -138,26 +112,3 @@ def refuse_wrong_targets(model: ModelConfig, config: AdapterConfig) -> None:
         )
     if complaint is not None:
         raise UserError(complaint)
-
-
-def adapter_parameters(model: ModelConfig, layers: Sequence[int], config: AdapterConfig) -> Count:
-    """Parameters of the adapters in these layers; zero without adapters."""
-    if not config.is_used:
-        return Count()
-    specs, patterns = layer_specs(model), all_patterns(config)
-    sections = (each for layer in layers for each in sections_of_layer(model, layer, specs[layer]))
-    return sum_counts(each.parameters(config) for each in sections if is_target(each.name, patterns))
-
-
-def adapter_table(model: ModelConfig, config: AdapterConfig, *, num_parameters: int) -> str:
-    """What has an adapter, a row for each section, and how many parameters learn of how many."""
-    counts: dict[str, tuple[int, int]] = {}
-    for section in adapted_sections(model, config):
-        kind = f"{section.section} of {section.copies} experts" if section.copies > 1 else section.section
-        number, learned = counts.get(kind, (0, 0))
-        counts[kind] = number + 1, learned + section.parameters(config).total
-    total = sum(learned for _, learned in counts.values())
-    rows = [f"  {kind:<20}{number:>8}{learned:>16,}" for kind, (number, learned) in counts.items()]
-    head = f"  {'adapters of':<20}{'layers':>8}{'parameters':>16}"
-    share = 100 * total / (num_parameters + total)
-    return "\n".join([head, *rows, f"  {total:,} parameters learn, {share:.3g} % of {num_parameters + total:,}"])

@@ -1,6 +1,6 @@
 """Table of what fine-tuning takes on a GPU.
 
-`python -m megatronish.estimate.costs.finetuning_table` prints that of the docs. Each row is the forecast that a run of
+`python -m benchmarks.finetuning_table` prints that of the docs. Each row is the forecast that a run of
 this shape prints before it starts (memory.py), and which GPUs hold it.
 """
 
@@ -14,9 +14,9 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.recompute import RecomputeConfig
 from megatronish.config.sections.training import TrainingConfig
-from megatronish.estimate.costs.activations import Instant, StageLoad
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import Memory
+from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan
 
 GIB = 2**30
 GPU_SIZES = (24, 80)
@@ -76,7 +76,8 @@ def config_of(model: ModelConfig, adapter: AdapterConfig, num_gpus: int) -> Conf
 def rows() -> Iterator[TableRow]:
     """Every model by every way, on each number of GPUs."""
     for name, model in SHAPES.items():
-        whole = StageLoad((range(model.num_layers),), frozenset({Instant((1,), (0,))}), is_first=True, is_last=True)
+        plan = StagePlan("1f1b", num_stages=1, num_chunks=1, num_microbatches=1, stage=0)
+        whole = StageLoad((range(model.num_layers),), is_first=True, is_last=True, plan=plan)
         for way, adapter in WAYS.items():
             for num_gpus in NUM_GPUS[way]:
                 config = config_of(model, adapter, num_gpus)

@@ -1,0 +1,467 @@
+"""Memory of a kind of layer on a rank: what it keeps for its backward, and what that backward needs in addition.
+
+Kept is what the cost row says: with flash attention and without dropout masks, which are computed again, 32 s b h bytes
+a layer for a GPT in bf16 (Korthikanti et al. 2022, arXiv:2205.05198, section 4), of which tensor parallelism splits 24
+and sequence parallelism the rest. A GPU keeps some tensors more, or fewer, than the row:
+
+    RoPE           queries and keys as they were before they were turned, and its tables
+    fused SwiGLU   no activated gate
+    SDPA           with `--attention-backend flash`, a dense mask of numbers of a window or of documents for each layer,
+                   and one of bools; ALiBi's biases once for all layers. No kernel that takes a mask knows shared heads,
+                   nor does one in fp32, so that each query head gets a key/value head of its own
+    adapters       a frozen product keeps no input; LoRA keeps the input of each section (with dropout a copy for each
+                   of them) and the product with A, IA3 the features that it scales
+
+Not counted: statistics of norms and softmax (about 1 %).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from megatronish.config.config import Config
+from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.training import AttentionBackend
+from megatronish.estimate.costs.parameters import adapter_parameters
+from megatronish.specs.adapter_targets import all_patterns, is_target
+from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape, NormShape
+from megatronish.specs.layers import AttentionSpec, LayerSpec, layer_specs
+
+BLOCK_BYTES = 8 * 2**20
+"""Scores of a block of attention with dropout, in fp32: two blocks at a time, and without operators eight."""
+BLOCK_QUERIES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKind:
+    """Layers that are alike: their spec, its cost row, and the sections with an adapter; `first` is one of them."""
+
+    spec: LayerSpec
+    cost: LayerCost
+    adapted: frozenset[str]
+    adapters: Count
+    """Parameters of its adapters."""
+    first: int
+
+    @cached_property
+    def parameters(self) -> Count:
+        """Number of a layer's parameters, without adapters."""
+        return self.cost.parameters
+
+    @cached_property
+    def largest_matrix(self) -> Count:
+        """Weight of the largest linear layer."""
+        return self.cost.largest_matrix
+
+    @cached_property
+    def deferred(self) -> tuple[Count, Count]:
+        """Elements a token that weight gradients keep: of inputs, and of output gradients."""
+        return self.cost.deferred_inputs, self.cost.deferred_gradients
+
+
+def layer_kinds(config: Config) -> list[LayerKind]:
+    """The kind of every layer of the model; layers that are alike have the same one."""
+    found: dict[tuple[LayerSpec, frozenset[str]], LayerKind] = {}
+    patterns = all_patterns(config.adapter) if config.adapter.is_used else ()
+    costs: dict[LayerSpec, LayerCost] = {}
+    kinds = []
+    for number, spec in enumerate(layer_specs(config.model)):
+        cost = costs.get(spec) or costs.setdefault(spec, spec.cost(config.model))
+        names = (f"{linear.name}.{name}" for linear in cost.linears for name, _ in linear.sections)
+        adapted = frozenset(name for name in names if patterns and is_target(f"layers.{number}.{name}", patterns))
+        if (spec, adapted) not in found:
+            adapters = adapter_parameters(config.model, [number], config.adapter)
+            found[spec, adapted] = LayerKind(spec, cost, adapted, adapters, number)
+        kinds.append(found[spec, adapted])
+    return kinds
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkKinds:
+    """Kinds of the layers of a chunk; `layers` are those of one of the chunks that are alike."""
+
+    kinds: tuple[LayerKind, ...]
+    layers: range
+
+
+@dataclass(frozen=True, eq=False)
+class StageKinds:
+    """Chunks of a stage, and whether it has the embedding and the head."""
+
+    chunks: tuple[ChunkKinds, ...]
+    is_first: bool
+    is_last: bool
+
+    @cached_property
+    def counts(self) -> Counter[LayerKind]:
+        """Layers of each kind."""
+        return Counter(self.kinds)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of all layers, in the order of a forward."""
+        return tuple(kind for chunk in self.chunks for kind in chunk.kinds)
+
+
+class ChunkBytes(NamedTuple):
+    """Bytes of a micro-batch in a chunk: what waits for its backward, and for its weight gradients alone.
+
+    `again` is the largest group of layers that are computed again together, and `more` what is there in addition while
+    its last layer is at work. `keeps_last` says that the last layer is not computed again.
+    """
+
+    live: float
+    deferred: float
+    again: float
+    more: float
+    recomputes: bool
+    keeps_last: bool
+
+
+@dataclass
+class LayerMemory:
+    """Bytes of layers on a rank of a layout, for one micro-batch; with `kernels` fused operators run."""
+
+    config: Config
+    vocab_size: int
+    device: DeviceType = "cuda"
+    kernels: bool = True
+    defers: bool = False
+    """Whether weight gradients wait for actions of their own."""
+    _chunks: dict[ChunkKinds, ChunkBytes] = field(default_factory=dict)
+    _kept: dict[LayerKind, float] = field(default_factory=dict)
+    _transients: dict[tuple[LayerKind, int], float] = field(default_factory=dict)
+    _busiest: dict[tuple[ChunkKinds, int], float] = field(default_factory=dict)
+    _learned: dict[ChunkKinds, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        model, training, parallel, layout = (
+            self.config.model,
+            self.config.training,
+            self.config.parallel,
+            self.config.layout,
+        )
+        self.element = 4 if training.precision == "fp32" else 2
+        self.tp, self.cp = layout.tp, layout.cp
+        self.ep, self.etp = parallel.expert_layout
+        self.cuts_sequence = parallel.sequence_parallel and self.tp > 1
+        self.is_ring = self.cp > 1 and parallel.cp_comm_type == "p2p"
+        self.tokens = training.seq_length * training.micro_batch_size // self.cp
+        self.hidden = float(self.tokens * model.hidden_size * self.element)
+        self.residual = self.hidden / self.tp if self.cuts_sequence else self.hidden
+        self.feature = self.tokens * self.element / self.tp
+        padded = model.padded_vocab_size(self.vocab_size, self.tp)
+        self.table = padded * model.hidden_size // self.tp
+        """Elements of an embedding on this rank."""
+        self.logits = float(self.tokens * padded // self.tp * self.element)
+        self.freezes = self.config.adapter.is_used
+        self.defers = self.defers and not self.freezes  # weight gradients of adapters never wait
+
+    # What waits for the backward
+
+    def of_chunk(self, chunk: ChunkKinds) -> ChunkBytes:
+        """Bytes of a chunk."""
+        if chunk not in self._chunks:
+            self._chunks[chunk] = self._new_chunk(chunk.kinds)
+        return self._chunks[chunk]
+
+    @staticmethod
+    def _sum(size: Callable[[LayerKind], float], kinds: Sequence[LayerKind]) -> float:
+        return sum(size(kind) * number for kind, number in Counter(kinds).items())
+
+    def _new_chunk(self, kinds: tuple[LayerKind, ...]) -> ChunkBytes:
+        recompute, model = self.config.recompute, self.config.model
+        size, is_block = recompute.recompute_num_layers, recompute.recompute_method == "block"
+        again = kinds if recompute.recompute_granularity == "full" else kinds[:0]
+        again = again[:size] if is_block else again
+        kept = self._sum(self.kept, kinds[len(again) :])
+        steps = 1 if is_block else size
+        groups = [again[start : start + steps] for start in range(0, len(again), steps)]
+        most = max((self._sum(self.kept, group) for group in set(groups)), default=0.0)
+        deferred = self._sum(self.deferred, kinds) if self.defers else 0.0
+        later = deferred * (len(again) - len(groups[0])) / len(again) if again else 0.0
+        has_tables = model.position_embedding_type == "rope" and self.device == "cuda"
+        tables = 4 * self.tokens * model.head_size if has_tables else 0
+        return ChunkBytes(
+            live=len(groups) * self._input + kept + tables,
+            deferred=deferred,
+            again=most,
+            more=most + later - kept,
+            recomputes=bool(again),
+            keeps_last=len(again) < len(kinds),
+        )
+
+    @property
+    def _input(self) -> float:
+        """Input of layers that are computed again together."""
+        recompute = self.config.recompute
+        if recompute.offload_saved_activations:
+            return 0.0
+        return self.hidden / self.tp if recompute.distribute_saved_activations else self.residual
+
+    def kept(self, kind: LayerKind) -> float:
+        """What a layer keeps for its backward."""
+        if kind not in self._kept:
+            self._kept[kind] = self._new_kept(kind)
+        return self._kept[kind]
+
+    def _new_kept(self, kind: LayerKind) -> float:
+        training = self.config.training
+        keeps_scores = self.config.recompute.recompute_granularity != "selective" and not self.is_ring
+        scores = bytes_per_score(self.config.model, training.attention_backend, self.element) if keeps_scores else 0
+        saved = kind.cost.saved_bytes(
+            seq_length=training.seq_length, element_bytes=self.element, score_bytes=scores, device=self.device
+        )
+        found = float(self.tokens * self._per_rank(saved))
+        if self.device == "cpu":
+            return found
+        if (mlp := getattr(kind.spec, "mlp", None)) is not None:
+            found += mlp.more_kept(self.sizes(self.element), fused=self.kernels, learns=not self.freezes)
+        if (attention := getattr(kind.spec, "attention", None)) is not None:
+            found += self._kept_by_attention(attention)
+        return found + (self._kept_for_adapters(kind) if self.freezes else 0.0)
+
+    def _per_rank(self, count: Count) -> int:
+        return count.per_rank(self.tp, sequence_parallel=self.cuts_sequence, experts=self.tp // self.etp)
+
+    def _kept_by_attention(self, spec: AttentionSpec) -> float:
+        model = self.config.model
+        heads, kv_heads = (number * spec.head_size for number in (spec.num_heads, spec.num_kv_heads))
+        found, turns = 0.0, model.position_embedding_type == "rope" and spec.rotary
+        if self.cp > 1 and not self.is_ring:
+            found += self.feature * heads  # the output as it was computed, and as it has come back
+        else:
+            if turns:
+                found += self.feature * (heads + kv_heads)
+            copies = self.config.training.micro_batch_size > 1 and not model.attention_dropout
+            if self.cp == 1 and copies and not self._is_flex(spec):
+                found += self.feature * heads  # in the order of the heads, and in that of the sequence
+        if self.config.recompute.recompute_granularity == "selective":
+            return found
+        if self.has_dense_mask(spec) and not self._has_alibi:
+            found += self.element * self._masked_pairs
+        if self._repeats_heads(spec):
+            found += self.feature * 2 * heads
+            if turns and self.cp == 1:  # nothing else keeps the turned keys, nor what was turned
+                found -= self.feature * (heads + 3 * kv_heads)
+        return found
+
+    def _kept_for_adapters(self, kind: LayerKind) -> float:
+        """What a layer keeps more, or fewer, because its weights are frozen. Rows of experts have no dropout."""
+        dense = [each for each in kind.cost.linears if each.copies == 1 and each.sections]
+        found, pairs = 0.0, list(zip(dense[::2], dense[1::2], strict=False))
+        if any(each.copies > 1 for each in kind.cost.linears):
+            pairs = pairs[:1]
+        for first, second in pairs:
+            in_first, in_second = (_number_of_adapters(kind, each) for each in (first, second))
+            is_attention = any(section == "o" for section, _ in second.sections)
+            output = self.feature * second.in_features
+            if self.config.adapter.adapter_type == "ia3":
+                found += self.feature * (first.out_features if in_first else 0) - self.residual
+                continue
+            drops = self.config.adapter.lora_dropout > 0
+            found += (in_first - 1) * self.residual if drops or not in_first else 0.0
+            found += self.tokens * self.element * self.config.adapter.lora_rank * (in_first + in_second)
+            if is_attention:  # the operator of attention keeps its output, too
+                found += output if in_second and drops else 0.0
+            else:
+                found -= 0.0 if in_second else output
+        return found
+
+    def deferred(self, kind: LayerKind) -> float:
+        """What a layer keeps for its weight gradients: input and output gradient of its linear layers."""
+        inputs, gradients = kind.deferred
+        # Inputs are kept in parts under sequence parallelism; whole output gradients have been gathered.
+        split = (inputs.split + gradients.split) // self.tp
+        split += (inputs.experts + gradients.experts) // (self.tp // self.etp)
+        whole = inputs.whole // (self.tp if self.cuts_sequence else 1) + gradients.whole
+        return float(self.tokens * self.element * (split + whole))
+
+    # Masks
+
+    def _is_masked(self, spec: AttentionSpec) -> bool:
+        """Whether more is masked than what comes later."""
+        is_windowed = spec.window is not None and spec.window < self.config.training.seq_length
+        return is_windowed or self._has_alibi or self.config.data.packs_documents
+
+    def _is_flex(self, spec: AttentionSpec) -> bool:
+        """Whether a mask needs FlexAttention, whose output is in the order of the sequence."""
+        return self._is_masked(spec) and self.config.training.attention_backend == "auto"
+
+    @cached_property
+    def _is_sdpa(self) -> bool:
+        """Attention with dropout goes block by block, and sinks are added to flash attention."""
+        model, backend = self.config.model, self.config.training.attention_backend
+        may_be = backend in ("auto", "flash") and not model.attention_dropout and model.softmax_type == "vanilla"
+        return may_be and not self.is_ring
+
+    @cached_property
+    def _has_alibi(self) -> bool:
+        return self.config.model.position_embedding_type == "alibi"
+
+    @cached_property
+    def _masked_pairs(self) -> int:
+        """Queries and keys of the masks of a micro-batch: one for all samples, or one for the documents of each."""
+        training = self.config.training
+        samples = training.micro_batch_size if self.config.data.packs_documents else 1
+        return training.seq_length**2 * samples
+
+    def has_dense_mask(self, spec: AttentionSpec) -> bool:
+        """Whether SDPA gets a dense mask."""
+        return self._is_sdpa and self.config.training.attention_backend == "flash" and self._is_masked(spec)
+
+    def _repeats_heads(self, spec: AttentionSpec) -> bool:
+        """Whether keys and values are copied, one of each for every query head."""
+        is_fp32 = self._is_sdpa and self.element == 4 and not self._is_flex(spec)
+        return spec.num_kv_heads < spec.num_heads and (self.has_dense_mask(spec) or is_fp32)
+
+    @cached_property
+    def masks(self) -> tuple[float, float]:
+        """Bytes of masks that all micro-batches share, and of each that waits, whose documents have their own."""
+        packs, model = self.config.data.packs_documents, self.config.model
+        if self.device == "cpu":  # ALiBi's biases alone, if not of a ring, which makes them for a tile at a time
+            biases = self.element * model.num_attention_heads // self.tp * self.config.training.seq_length
+            samples = 1 if packs else self.config.training.micro_batch_size
+            found = float(self.tokens * (biases // samples)) if self._has_alibi and not self.is_ring else 0.0
+            return (0.0, found) if packs else (found, 0.0)
+        specs = {getattr(spec, "attention", None) for spec in layer_specs(model)}
+        if not any(self.has_dense_mask(spec) for spec in specs if spec is not None):
+            return 0.0, 0.0
+        heads = model.num_attention_heads // (self.tp * self.cp)
+        of_pair = 1 + (self.element * heads if self._has_alibi else 0)  # a bool, and biases
+        if not packs:
+            return float(self._masked_pairs * of_pair), 0.0
+        # The mask of bools is kept for the layers that are computed again.
+        again = self.config.recompute.recompute_granularity is not None
+        return 0.0, float(self._masked_pairs * (of_pair - (0 if again else 1)))
+
+    # What a backward needs in addition
+
+    def sizes(self, gradient: int) -> ActivationBytes:
+        """Sizes for specs; `gradient` are the bytes of an element of a weight's gradient that is not added at once."""
+        return ActivationBytes(
+            feature=self.feature,
+            hidden=self.hidden,
+            residual=self.residual,
+            gathers=self.cuts_sequence,
+            gradient=0 if self.defers else gradient,
+            element=self.element,
+            hidden_size=self.config.model.hidden_size,
+            tp=self.tp,
+            grid=self.ep * self.etp,
+        )
+
+    def transients(self, kind: LayerKind, gradient: int) -> float:
+        """What the backward of a layer needs at most: gradients of its products, or the operators of attention."""
+        if (kind, gradient) not in self._transients:
+            mlp, attention = (getattr(kind.spec, name, None) for name in ("mlp", "attention"))
+            size = self.sizes(gradient)
+            if mlp is None or attention is None:  # of a plug-in: gradients of the largest product
+                matrix = size.gradient * kind.largest_matrix.per_rank(self.tp, experts=size.grid)
+                found = 2 * self.residual + matrix
+            else:
+                found = max(mlp.transients(size), self._attention_transients(attention) - mlp.freed(size))
+            self._transients[kind, gradient] = found + self._hashes
+        return self._transients[kind, gradient]
+
+    def of_layers(self, chunk: ChunkKinds, gradient: int) -> float:
+        """What the backward of a layer of a chunk needs, the largest."""
+        if (chunk, gradient) not in self._busiest:
+            self._busiest[chunk, gradient] = max(
+                (self.transients(kind, gradient) for kind in dict.fromkeys(chunk.kinds)), default=0.0
+            )
+        return self._busiest[chunk, gradient]
+
+    def _attention_transients(self, spec: AttentionSpec) -> float:
+        model, training = self.config.model, self.config.training
+        heads = spec.num_heads * spec.head_size
+        sizes = heads + 2 * spec.num_kv_heads * spec.head_size
+        found = self.residual + self.feature * (sizes + heads)
+        if training.attention_backend in ("fused_softmax", "unfused"):
+            return found + self._explicit_transients(spec)
+        if not self.is_ring and not model.attention_dropout:  # with gradients of copied keys and values
+            return found + (self.feature * 2 * heads if self._repeats_heads(spec) else 0)
+        unit = self.tokens / self.tp
+        found += unit * 4 * (sizes + (3 * (sizes - heads) if self.is_ring else 0))
+        if model.attention_dropout:
+            row = 4 * training.micro_batch_size * training.seq_length * spec.num_heads // self.tp
+            block = min(BLOCK_BYTES, BLOCK_QUERIES * row)
+            if self.is_ring:  # tiles of half of what a rank has
+                block = row * training.seq_length // (2 * self.cp) ** 2
+            found += block * (3 if self.kernels else 8)
+        return found
+
+    def _explicit_transients(self, spec: AttentionSpec) -> float:
+        """Scores in the backward of explicit attention, and the probabilities that selective recomputation restores."""
+        model, training, width = self.config.model, self.config.training, self.element
+        backend = training.attention_backend
+        # Gradients of probabilities and of scores. What the product with the values has kept is gone by then: with
+        # dropout the dropped probabilities, else those in half precision where the softmax is in fp32.
+        if has_fused_softmax(model, backend):
+            more = width if model.attention_dropout else 2 * width
+        else:
+            more = 6 if width == 2 else 4 if model.attention_dropout else 8
+        if self.config.recompute.recompute_granularity == "selective":
+            more += bytes_per_score(model, backend, width)
+        return more * self.tokens * training.seq_length * spec.num_heads / self.tp
+
+    @cached_property
+    def _hashes(self) -> float:
+        """Hashes of the mask of hidden states, int32, where no operator draws it."""
+        drops = self.config.model.hidden_dropout > 0 and not self.kernels
+        return 3 * 4 / self.element * self.residual if drops else 0.0
+
+    @cached_property
+    def of_embedding(self) -> float:
+        """Input of the norm after the embedding, which waits with the first chunk."""
+        model = self.config.model
+        if not model.embed_layernorm:
+            return 0.0
+        norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
+        saved = norm.saved_bytes(element_bytes=self.element, device=self.device).total
+        return float(self.tokens * (saved // (self.tp if self.cuts_sequence else 1)))
+
+    def learned(self, kind: LayerKind) -> int:
+        """Parameters of a layer on this rank that learn."""
+        count = kind.adapters if self.freezes else kind.parameters
+        return count.per_rank(self.tp, experts=self.ep * self.etp)
+
+    def learned_by(self, chunk: ChunkKinds) -> int:
+        """Parameters of a chunk on this rank that learn."""
+        if chunk not in self._learned:
+            self._learned[chunk] = sum(self.learned(kind) * number for kind, number in Counter(chunk.kinds).items())
+        return self._learned[chunk]
+
+    def held(self, kind: LayerKind) -> int:
+        """Parameters of a layer on this rank without its adapters."""
+        return kind.parameters.per_rank(self.tp, experts=self.ep * self.etp)
+
+    def largest_matrix(self, kind: LayerKind) -> int:
+        """Elements of a layer's largest weight on this rank."""
+        return kind.largest_matrix.per_rank(self.tp, experts=self.ep * self.etp)
+
+
+def _number_of_adapters(kind: LayerKind, linear: LinearShape) -> int:
+    return sum(f"{linear.name}.{section}" in kind.adapted for section, _ in linear.sections)
+
+
+def bytes_per_score(model: ModelConfig, backend: AttentionBackend, element_bytes: int) -> int:
+    """Bytes that attention keeps of each query with each key: probabilities, dropout's mask, and what that left.
+
+    The fused softmax keeps its output, in the dtype of the model; torch's one in fp32, and a copy for the product with
+    the values where these are shorter; with ALiBi or sinks there is only torch's. SDPA, and attention with dropout
+    block by block, keep nothing.
+    """
+    if backend in ("auto", "flash"):
+        return 0
+    dropout = model.attention_dropout > 0
+    if not has_fused_softmax(model, backend):
+        return 4 + (1 + element_bytes if dropout else 2 if element_bytes == 2 else 0)
+    return element_bytes + (1 + element_bytes if dropout else 0)
+
+
+def has_fused_softmax(model: ModelConfig, backend: AttentionBackend) -> bool:
+    """Whether the softmax of explicit scores is the fused one, which knows no ALiBi and no sinks."""
+    return backend == "fused_softmax" and model.position_embedding_type != "alibi" and model.softmax_type == "vanilla"

@@ -1,0 +1,254 @@
+"""Transient memory of a step: gradients on their way, parameters that ZeRO-3 has gathered, matrices of Muon.
+
+What layers need is in layer_kind_memory.py. Here is what a stage needs besides, at three moments of a backward:
+
+    its begin      gradients of the output layer's weight and input; with ZeRO-3 embedding and head are gathered
+    a layer        with ZeRO-2 buckets that fill or are reduced; with ZeRO-3 the layer and the next one are gathered
+    its end        the gradient of the embedding
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from math import prod
+from typing import NamedTuple
+
+from megatronish.config.config import Config
+from megatronish.estimate.costs.layer_kind_memory import ChunkKinds, LayerKind, LayerMemory, StageKinds
+from megatronish.estimate.costs.model_state import Rows
+from megatronish.estimate.costs.stage_parameters import StageParameter
+from megatronish.estimate.costs.state_traffic import GradientBucket, StateTraffic, owners
+from megatronish.parallel.bucketing import MAX_PENDING, round_sizes
+from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan
+
+TABLE = "embedding.tokens.weight"
+NEWTON_SCHULZ = 4
+"""Matrices at once in a step of Muon's iterations: the matrix, two of its steps and its square."""
+
+
+class BufferBytes(NamedTuple):
+    """Bytes of buffers as a backward of a chunk begins, at most while its layers are at work, and at its end.
+
+    `first` are those while the first of these layers is at work, the last of the chunk: where reductions wait for the
+    end there are fewer than later, when fewer activations wait. `table` are those of the embedding's bucket, if nothing
+    before its gradient has made it.
+    """
+
+    before: int
+    first: int
+    layers: int
+    end: int
+    table: int
+
+
+class Zero2Buffers:
+    """Gradient buffers of ZeRO-2 in the course of a backward. It begins with what the one before has left.
+
+    A bucket has a buffer from its first gradient on. It is reduced once it is full and in its turn, and its buffer is
+    there until the reduction after the next one begins, perhaps in the next backward. Without overlap all buckets of a
+    backward wait for its end.
+    """
+
+    def __init__(
+        self, parameters: Sequence[StageParameter], buckets: Sequence[GradientBucket], *, overlaps: bool
+    ) -> None:
+        self._overlaps = overlaps
+        self._arrivals = [each.name for each in reversed(parameters) if each.learns]
+        place = {each.name: number for number, each in enumerate(parameters)}
+        self._turns = sorted(buckets, key=lambda bucket: -min(place[name] for name in bucket.names))
+        self._pending: deque[int] = deque()
+
+    def backward(self, chunk: int) -> BufferBytes:
+        """The next backward is one of this chunk."""
+        queue = deque(bucket for bucket in self._turns if (chunk, "B") in bucket.sources)
+        bucket_of = {name: bucket for bucket in queue for name in bucket.names}
+        missing = {bucket.names: set(bucket.names) for bucket in queue}
+        filling: dict[tuple[str, ...], int] = {}
+        before = layers = end = sum(self._pending)
+        table = 0
+        first, at_first = 0, ""
+        for name in self._arrivals:
+            if name not in bucket_of:
+                continue
+            bucket = bucket_of[name]
+            if name == TABLE and bucket.names not in filling:
+                table = 4 * bucket.size
+            filling[bucket.names] = 4 * bucket.size
+            end = sum(self._pending) + sum(filling.values())
+            if name.startswith("layers."):
+                layers = max(layers, end)
+                layer = ".".join(name.split(".")[:2])
+                at_first = at_first or layer
+                first = layers if self._overlaps or layer == at_first else first
+            missing[bucket.names].discard(name)
+            while self._overlaps and queue and not missing[queue[0].names]:
+                self._reduce(filling.pop(queue.popleft().names))
+        for bucket in queue:
+            self._reduce(filling.get(bucket.names, 0))
+        return BufferBytes(before, first, layers, end, table)
+
+    def _reduce(self, size: int) -> None:
+        if len(self._pending) == MAX_PENDING:
+            self._pending.popleft()
+        self._pending.append(size)
+
+
+class ChunkBuckets(NamedTuple):
+    """Gradient buckets of a chunk: buffers of ZeRO-2 in a first backward and in later ones, padding left out.
+
+    `late` are bytes of the embedding's bucket, if gradients of the first layer and its own alone are in it.
+    """
+
+    first: BufferBytes
+    later: BufferBytes
+    late: float
+
+    @classmethod
+    def of(cls, config: Config, chunk: ChunkKinds, *, is_first: bool, is_last: bool, vocab_size: int) -> "ChunkBuckets":
+        """Buckets of a chunk that has the embedding, or the head; those of others differ in their names alone."""
+        plan = StagePlan(config.parallel.schedule, 1, 1, 1, 0)
+        load = StageLoad((chunk.layers,), is_first=is_first, is_last=is_last, plan=plan)
+        traffic = StateTraffic(config, load, 0, vocab_size)
+        buckets = list(traffic.buckets(padded=False))
+        buffers = Zero2Buffers(traffic.parameters, buckets, overlaps=config.parallel.overlap_grad_reduce)
+        first = buffers.backward(0)
+        own = ("embedding.", f"layers.{chunk.layers.start}.")
+        late = [4.0 * each.size for each in buckets if TABLE in each.names and _all_begin(each.names, own)]
+        ties_here = config.model.tied and is_last
+        return cls(first, buffers.backward(0), late[0] if late and chunk.layers and not ties_here else 0.0)
+
+
+def _all_begin(names: Sequence[str], beginnings: tuple[str, ...]) -> bool:
+    return all(name.startswith(beginnings) for name in names)
+
+
+def muon_bytes(config: Config, stage: StageKinds) -> float:
+    """Muon's largest buffer: the rows of some owners, and those of more of them as they are gathered."""
+    if config.optimizer.optimizer != "muon" or config.adapter.is_used:
+        return 0.0
+    most = 0.0
+    for domain in ("dense", "experts") if config.model.num_experts is not None else ("dense",):
+        sizes = [
+            (linear.in_features * size, number * linear.copies)
+            for kind, number in stage.counts.items()
+            for linear in kind.cost.linears
+            for _, size in linear.sections
+            if (linear.copies > 1) == (domain == "experts")
+        ]
+        largest_first = sorted(chain.from_iterable([size] * number for size, number in sizes), reverse=True)
+        axes, before, found = owners(config, domain), 1, NEWTON_SCHULZ
+        ranks = [number for _, number in axes]
+        widest = max((each.width for each in round_sizes(largest_first, num_ranks=prod(ranks))), default=0)
+        for number in ranks:
+            found = max(found, (1 + before + before * number) if before > 1 else 1 + number)
+            before *= number
+        most = max(most, 4.0 * widest * found)
+    return most
+
+
+class GatheredUnits(NamedTuple):
+    """Elements that ZeRO-3 gathers: the largest layer, two in a row with a gradient, the largest part it reduces."""
+
+    largest: int
+    following: int
+    unit: int
+
+    @classmethod
+    def of(cls, sizes: LayerMemory, stage: StageKinds, rows: Mapping[LayerKind, Rows]) -> "GatheredUnits":
+        """Of a stage whose layers have these padded rows; a frozen one gathers them, and reduces its adapters."""
+        if not stage.kinds:
+            return cls(0, 0, 0)
+        if sizes.freezes:
+            unit, layers = max(map(sizes.learned, stage.counts)), [sizes.held(kind) for kind in stage.kinds]
+        else:
+            unit = max(chain.from_iterable(rows[kind].gathered for kind in stage.counts))
+            layers = [sum(rows[kind].gathered) for kind in stage.kinds]
+        again = 0 if sizes.freezes else 1
+        pairs = (a + b + again * a for a, b in pairwise(layers))
+        return cls(max(layers), max(pairs, default=(1 + again) * max(layers)), unit)
+
+
+@dataclass
+class StageTransients:
+    """What is whole for a part of a backward of a stage, in bytes, besides what its layers need."""
+
+    sizes: LayerMemory
+    stage: StageKinds
+    zero: int
+    chunks: Sequence[ChunkBuckets]
+    """Buckets of each chunk; needed under ZeRO-2."""
+    units: GatheredUnits
+    is_pipeline: bool
+
+    def __post_init__(self) -> None:
+        config, stage, sizes = self.sizes.config, self.stage, self.sizes
+        model, width = config.model, sizes.element
+        # Products add gradients to a sum in fp32 at once, if it is there and they are in fp32.
+        self.gradient = 0 if sizes.freezes or (width == 4 and self.zero < 2) else width
+        self.reduced = 2 if config.parallel.grad_reduce_in_bf16 else 4
+        self.ties = model.tied and stage.is_first and stage.is_last
+        learned = model.position_embedding_type == "learned_absolute" and stage.is_first
+        positions = (model.max_position_embeddings or config.training.seq_length) if learned else 0
+        tables = stage.is_first + (stage.is_last and not self.ties)
+        self.rest = sizes.table * tables + positions * model.hidden_size
+        """Elements of embedding and head."""
+        self.learned_rest = 0 if sizes.freezes else self.rest
+        output = (0 if sizes.defers else sizes.table * self.gradient) + sizes.hidden
+        self.output = output + (sizes.hidden + sizes.residual if sizes.cuts_sequence else 0.0)
+        """Gradients of the output layer's weight and input."""
+        self.bucket = 4.0 * config.parallel.ddp_bucket_size
+        self.late = self.chunks[0].late if self.chunks and stage.is_first and not self.ties else 0.0
+        """Bytes of the embedding's bucket, if it comes after all layers of the first chunk."""
+        self.tied_gradient = self.gradient * sizes.table if self.ties else 0
+        matrix = max(map(sizes.largest_matrix, stage.counts), default=0)
+        matrix = max(matrix, sizes.table if stage.is_last else 0)
+        self.of_weight = self.gradient * matrix + (sizes.hidden if sizes.cuts_sequence else 0.0)
+        """Weight gradient of an action of its own."""
+
+    @cached_property
+    def merges_table(self) -> bool:
+        """Whether the embedding is in the bucket of layers, which alone do not fill one."""
+        config = self.sizes.config
+        is_apart = config.model.tied and self.is_pipeline
+        largest = max(map(self.sizes.learned_by, self.stage.chunks))
+        return self.stage.is_first and not is_apart and largest < config.parallel.ddp_bucket_size
+
+    def of_backward(self, chunk: int, is_later: bool, *, ends: bool) -> tuple[float, float, float, float]:
+        """At the begin of a backward, while any layer is at work, the last one of the chunk, and at the end.
+
+        `is_later` says that a chunk had a backward before; `ends` that this chunk ends the model.
+        """
+        layer = self.sizes.of_layers(self.stage.chunks[chunk], 0 if self.zero == 3 else self.gradient)
+        before, output = 0.0, self.output if ends else 0.0
+        if self.zero == 2:
+            # A chunk's first backward begins with what others have left, if there were any: as much as its own would.
+            buffers = self.chunks[chunk].later if is_later else self.chunks[chunk].first
+            at_work, last = self.tied_gradient + buffers.layers + layer, self.tied_gradient + buffers.first + layer
+            # Unless the table's bucket is there already, it comes once the two gradients have become one.
+            one, table = self._of_table(chunk)
+            end = max(table + buffers.end - buffers.table, one + buffers.end)
+            return output + (buffers.before if is_later else 0.0), at_work, last, end
+        if self.zero < 2:
+            at_work = self.tied_gradient + layer
+            return output, at_work, at_work, self._of_table(chunk)[1]
+        width, rest = self.sizes.element, self.sizes.element * self.rest
+        if is_later:  # the last unit's: with several chunks it may be a layer's
+            before = self.reduced * (self.learned_rest if len(self.stage.chunks) == 1 else self.units.unit)
+        # The rest of the stage is gathered into one buffer, and then copied out of it; a layer is there, too.
+        begin = rest + before + max(rest, output) + width * self.units.largest
+        # Gathered: the rest of the stage, a layer and the next one; of the gradients the head's and the layer's.
+        head = self.sizes.table if self.stage.is_last and not self.sizes.freezes else 0
+        at_work = layer + width * (self.rest + head + self.units.following)
+        at_work += max(before, self.reduced * self.units.unit) if self.stage.kinds else self.tied_gradient
+        # What was gathered is freed before gradients are copied to where they are reduced.
+        end = self.learned_rest * width + max(rest, self.learned_rest * self.reduced)
+        return begin, at_work, at_work, end
+
+    def _of_table(self, chunk: int) -> tuple[float, float]:
+        """Gradient of the embedding, and of a table that is also the head's two and their sum."""
+        # It is an operator's output also where products add theirs to the sum at once.
+        has_table = self.stage.is_first and chunk == 0 and not self.sizes.freezes
+        one = float(self.sizes.element * self.sizes.table) if has_table else 0.0
+        return one, one * (3 if self.ties and self.gradient else 1)

@@ -1,0 +1,63 @@
+"""Which tensors share a buffer: parameters in gradient buckets, with their padding, and matrices in rounds of Muon."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+MAX_PENDING = 2
+"""Reductions of gradient buckets of ZeRO-2 in progress at most: the buffer of an older one is freed."""
+MOST_AT_ONCE = 2**25
+"""Elements of Muon's buffer in a round, if that is more than one matrix a rank."""
+
+
+class RoundSize(NamedTuple):
+    """Number of matrices of a round, and elements of a row of its buffer [ranks, width]."""
+
+    number: int
+    width: int
+
+
+def round_sizes(largest_first: Sequence[int], *, num_ranks: int, most: int = MOST_AT_ONCE) -> Iterator[RoundSize]:
+    """Rounds of at most `most` buffer elements (or one matrix a rank), of matrices with these numbers of elements."""
+    # Sorted by size, num_ranks matrices in a row are nearly equal: one for each owner pads each row the least.
+    number = width = 0
+    for start in range(0, len(largest_first), num_ranks):
+        of_one_size = largest_first[start : start + num_ranks]
+        # The first is the largest, so it decides by how much every row of [num_ranks, width] grows.
+        if number and num_ranks * (width + of_one_size[0]) > most:
+            yield RoundSize(number, width)
+            number = width = 0
+        number, width = number + len(of_one_size), width + of_one_size[0]
+    if number:
+        yield RoundSize(number, width)
+
+
+def cut_into_buckets(sizes: Sequence[int], bucket_size: int) -> Iterator[range]:
+    """Ranges of parameters of these sizes: each bucket takes parameters until it has `bucket_size` elements."""
+    start = total = 0
+    for number, size in enumerate(sizes):
+        total += size
+        if total >= bucket_size:
+            yield range(start, number + 1)
+            start, total = number + 1, 0
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+def offsets(sizes: Sequence[int], alignment: int) -> Iterator[int]:
+    """Where each parameter begins, at a multiple of `alignment` elements, and at last where all end."""
+    offset = 0
+    for size in sizes:
+        yield offset
+        offset += rounded_up(size, alignment)
+    yield offset
+
+
+def padded_size(sizes: Sequence[int], *, alignment: int, ranks: int) -> int:
+    """Elements of a bucket with these parameters, so that the part of each rank begins at such a multiple, too."""
+    *_, end = offsets(sizes, alignment)
+    return rounded_up(end, alignment * ranks)
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    """The next multiple that is not smaller."""
+    return -(-size // multiple) * multiple
