@@ -18,11 +18,10 @@ from megatronish.dry_run.fake_cuda import load_fake_cuda
 
 library = load_fake_cuda()  # before torch is imported
 
-from megatronish.dry_run.report import with_expected  # noqa: E402
-
 from megatronish.config.config import Config  # noqa: E402
 from megatronish.config.read import read_config  # noqa: E402
 from megatronish.dry_run.rank import PlannedRun, run_rank  # noqa: E402
+from megatronish.dry_run.run import with_expected  # noqa: E402
 from megatronish.estimate.costs.candidate import complaints, config_of, without_layout  # noqa: E402
 from megatronish.estimate.planner.devices import find_device  # noqa: E402
 from megatronish.estimate.planner.search import Search  # noqa: E402

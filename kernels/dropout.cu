@@ -1,6 +1,6 @@
 // Which elements are dropped? Dropout with the residual addition, and the softmax of a tile of attention with dropout.
 //
-// A mask is a hash of an element's global place, to the bit that of megatronish/streams.py, computed where it is used:
+// A mask is a hash of an element's global place, to the bit that of megatronish/parallel/streams.py, computed where it is used:
 // a row's hash by every thread of its team, an element's by two multiplications. Nothing but x and the residual is read
 // from memory. Arithmetic is fp32; what two operators would round is rounded here too, so a product is never fused with
 // the addition after it (__fmul_rn).

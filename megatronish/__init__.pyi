@@ -36,7 +36,6 @@ from megatronish.data.preprocess import preprocess as preprocess
 from megatronish.data.sample import Dataset as Dataset
 from megatronish.data.sample import Sample as Sample
 from megatronish.engine.build import build_engine as build_engine
-from megatronish.engine.checkpoint_state import tensors_of as tensors_of
 from megatronish.engine.engine import Engine as Engine
 from megatronish.engine.engine import StepResult as StepResult
 
@@ -85,6 +84,7 @@ from megatronish.parallel.schedules.table import PipelineSchedule as PipelineSch
 from megatronish.parallel.sharding import Sharding as Sharding
 from megatronish.tokenizer.tokenizer import Tokenizer as Tokenizer
 from megatronish.tokenizer.tokenizer import build_tokenizer as build_tokenizer
+from megatronish.train.checkpoint_state import tensors_of as tensors_of
 from megatronish.train.embedded import train_rank as train_rank
 from megatronish.train.trainer import Hook as Hook
 from megatronish.train.trainer import Progress as Progress

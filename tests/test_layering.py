@@ -25,6 +25,7 @@ ROWS = (
     ("watch",),
     ("parallel.mesh",),
     (
+        "parallel.all_or_none",
         "parallel.bucketing",
         "parallel.comm",
         "parallel.pinned",
@@ -62,7 +63,6 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "launch/",
     "checkpoint/",
     "estimate/links/",
-    "parallel/data_parallel/fully_sharded.py",
     "parallel/data_parallel/fully_sharded.py",
     "dry_run/",
 )

@@ -20,7 +20,7 @@ GROUPS = {
     "settings": ("config", "compat"),
     "ground": ("core", "tokenizer", "launch", "watch"),
 }
-"""From the top to the ground: a folder imports from its own band and from those below; config from schedules, too."""
+"""Roughly from the top to the ground; `ROWS` of tests/test_layering.py has the exact order of imports."""
 NAMES = {"parallel/*.py": "parallel: mesh, comm, sharding"}
 WIDTH, HEIGHT, GAP, LABEL = 100.0, 6.0, 1.2, 15.0
 FEWEST = 7.5  # width of a box whose folder is small

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatronish.checkpoint.all_or_none import from_one
 from megatronish.checkpoint.attempts import new_attempt, remove_attempt
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import partial_name_of, publish, remove_leftovers
@@ -26,6 +25,7 @@ from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.core.errors import RunError
 from megatronish.core.files import remedy_of_writing
 from megatronish.optim.optimizer import Optimizer
+from megatronish.parallel.all_or_none import from_one
 from megatronish.parallel.mesh import Domain, Mesh
 from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding
 

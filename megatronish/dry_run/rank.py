@@ -29,7 +29,6 @@ from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.owners import Group, Owners
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
 from megatronish.engine.build import build_engine
-from megatronish.engine.checkpoint_state import num_not_finite, tensors_of
 from megatronish.engine.engine import Engine
 from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.launch.place import Place
@@ -43,6 +42,7 @@ from megatronish.parallel.mesh import Axis, Mesh, leave
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.plan import Action
 from megatronish.report.statistics import num_zeros, params_norm
+from megatronish.train.checkpoint_state import num_not_finite, tensors_of
 from megatronish.train.hooks.replicas import differences
 
 # NF4 and ALiBi in a dry run: small tables of its own, and the largest piece of a matrix in the place of all.

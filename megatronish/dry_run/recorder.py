@@ -141,7 +141,7 @@ COLLECTIVES = {
 }
 FROM_HOST = {"world", "dp", "checkpoint"}  # axes of the mesh that move what is not on a GPU, too
 # Files that read what is 0 or False where all goes well. To nan_origin.py False says "not finite": it has a look.
-SOUND = {"train/hooks/replicas.py", "engine/checkpoint_state.py", "engine/nan_origin.py", "inference/generate.py"}
+SOUND = {"train/hooks/replicas.py", "train/checkpoint_state.py", "engine/nan_origin.py", "inference/generate.py"}
 
 
 @dataclass

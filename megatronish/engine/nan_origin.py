@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatronish.checkpoint.all_or_none import from_all
 from megatronish.engine.engine import Engine
 from megatronish.engine.results import NotFiniteError
 from megatronish.model.batch import MicroBatch
+from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.data_parallel.fully_sharded import held
 from megatronish.parallel.pipeline.executor import Executor
 from megatronish.parallel.schedules.plan import Action

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.core.errors import RunError
+from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.mesh import Axis
 
 NAMED = 3

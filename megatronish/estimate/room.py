@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatronish.checkpoint.all_or_none import all_or_none, from_all
 from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
@@ -25,6 +24,7 @@ from megatronish.estimate.costs.memory_table import Memory, format_bytes
 from megatronish.estimate.links.facts import available_memory, free_swap
 from megatronish.launch.place import place_from_environment
 from megatronish.ops.library import load_kernels
+from megatronish.parallel.all_or_none import all_or_none, from_all
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.specs.costs import DeviceType

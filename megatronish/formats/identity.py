@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from megatronish.checkpoint.all_or_none import from_all
 from megatronish.formats.weights import LazyTensor
+from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.mesh import Axis
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import model_tensors, state_tensors
 from megatronish.checkpoint.tensors import GlobalTensor
@@ -17,7 +16,6 @@ from megatronish.config.config import Config
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.layout import ExpertLayout
 from megatronish.engine.build import build_engine, with_adapters
-from megatronish.engine.checkpoint_state import base_tensors_of, tensors_of
 from megatronish.engine.engine import Engine
 from megatronish.engine.trainable import nothing
 from megatronish.formats.adapters import SavedAdapter, under_names_of_checkpoints
@@ -28,10 +26,12 @@ from megatronish.inference.saved_model import SavedModel, find_trained
 from megatronish.layers.adapter import select_adapter
 from megatronish.model.adapters import DEFAULT, is_adapter
 from megatronish.model.gpt import GPT
+from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stage import build_stage
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import Shard
+from megatronish.train.checkpoint_state import base_tensors_of, tensors_of
 
 
 class LoadedModel(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Any
 from megatronish.checkpoint.folder import find_checkpoint
 from megatronish.checkpoint.remote import RemotePath, location
 from megatronish.config.config import Config
-from megatronish.engine.checkpoint_state import read_run
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import load_model
 from megatronish.tokenizer.tokenizer import build_tokenizer, encode_prompt
+from megatronish.train.checkpoint_state import read_run
 
 
 def print_sample(config: Config) -> int:

@@ -8,7 +8,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatronish.checkpoint.all_or_none import from_all
 from megatronish.inference.generate import Sampling, executor_of, generate
 from megatronish.inference.session import Session
 from megatronish.inference.text_stream import TextStream
@@ -16,6 +15,7 @@ from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.parallel import comm
+from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.executor import ChunkOutput, Executor
 from megatronish.parallel.schedules.plan import Action

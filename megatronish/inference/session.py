@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from megatronish.checkpoint.all_or_none import from_all
 from megatronish.inference.generate import GeneratedToken, Sampling, generate, never
 from megatronish.inference.load import LoadedModel
+from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.mesh import Mesh
 
 

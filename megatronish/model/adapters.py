@@ -1,4 +1,4 @@
-"""Construction of adapters in the modules of a stage (costs/adapters.py says which layers have one)."""
+"""Construction of adapters in the modules of a stage (specs/adapter_targets.py says which layers have one)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.checkpoint.remote import Location
 from megatronish.core.errors import UserError
-from megatronish.engine.checkpoint_state import base_tensors_of
 from megatronish.engine.engine import Engine
 from megatronish.formats import native
 from megatronish.formats.identity import identity_of
@@ -21,7 +19,9 @@ from megatronish.formats.load_sharded import load_weights, open_hf
 from megatronish.formats.quantised import quantised
 from megatronish.formats.weights import LazyTensor, Model
 from megatronish.model.quantised import quantised_weights
+from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.sharding import Sharding, fill_initial
+from megatronish.train.checkpoint_state import base_tensors_of
 from megatronish.train.setup import TrainingJob
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.core.files import AtomicFile
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
@@ -22,6 +21,7 @@ from megatronish.engine.batches import on_rank
 from megatronish.engine.engine import Engine
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel import comm
+from megatronish.parallel.all_or_none import all_or_none
 from megatronish.train.base_model import Base, load_base
 from megatronish.train.setup import TrainingJob
 

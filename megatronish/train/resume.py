@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish.checkpoint.all_or_none import all_or_none, from_one, same_on_all
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import (
     by_age,
@@ -27,15 +26,16 @@ from megatronish.config.portable import TOKENIZER_PATHS, with_copies
 from megatronish.config.sections.run import CheckpointConfig
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
-from megatronish.engine.checkpoint_state import read_run, saved_schedule, tensors_of
 from megatronish.engine.engine import Engine
 from megatronish.formats import native
 from megatronish.formats.load_sharded import load_weights, open_hf
 from megatronish.formats.start import of_another_format
 from megatronish.formats.upcycle import upcycled
 from megatronish.optim.learning_rate import LearningRateSchedule
+from megatronish.parallel.all_or_none import all_or_none, from_one, same_on_all
 from megatronish.parallel.mesh import Axis
 from megatronish.train.base_model import Base, load_base, refuse_adapters, refuse_other_base, refuse_other_reference
+from megatronish.train.checkpoint_state import read_run, saved_schedule, tensors_of
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
 from megatronish.train.own_files import other_tokenizer
 from megatronish.train.setup import TrainingJob

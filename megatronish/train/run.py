@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatronish.checkpoint.all_or_none import from_one
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.config.config import Config
@@ -28,6 +27,7 @@ from megatronish.launch.os_errors import is_lost_rank, mishap
 from megatronish.launch.place import Place
 from megatronish.launch.rendezvous import has_lasting_store, launch_in
 from megatronish.parallel import comm
+from megatronish.parallel.all_or_none import from_one
 from megatronish.parallel.mesh import Mesh, leave
 from megatronish.parallel.pipeline.cuda_graph import own_stream
 from megatronish.report.first_lines import first_lines

@@ -3,10 +3,10 @@
 import pytest
 from ranks import run_ranks
 
-from megatronish.checkpoint.all_or_none import same_on_all
 from megatronish.core.errors import UserError
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
+from megatronish.parallel.all_or_none import same_on_all
 from megatronish.parallel.mesh import Mesh, leave
 
 

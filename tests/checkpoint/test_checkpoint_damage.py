@@ -12,7 +12,6 @@ from jobs import call_main, checkpoints_of, run_job, steps_of, tiny, train_on_ra
 from ranks import RankError, run_ranks
 from saved_runs import alone, read_whole, save_value, saved_value
 
-from megatronish.checkpoint.all_or_none import all_or_none
 from megatronish.checkpoint.checksums import Checksums, DamagedError, SummingStream
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.save import SaveError, save_checkpoint
@@ -20,6 +19,7 @@ from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.core.errors import UserError
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
+from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.mesh import Mesh, leave
 
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json", "state.json")

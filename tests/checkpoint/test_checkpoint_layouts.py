@@ -17,11 +17,11 @@ from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.read import read_config
 from megatronish.core.layout import Layout
 from megatronish.data.mock import MockSamples
-from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.launch.place import Place
 from megatronish.model.block import MakeBlock, TransformerBlock
 from megatronish.parallel.mesh import Mesh, leave
 from megatronish.parallel.sharding import Piece
+from megatronish.train.checkpoint_state import tensors_of
 from megatronish.train.hooks.evaluate import mean_metrics
 from megatronish.train.resume import resume
 

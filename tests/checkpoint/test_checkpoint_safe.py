@@ -34,7 +34,7 @@ from megatronish.checkpoint.folder import read_state, remove_old
 from megatronish.checkpoint.metadata import parse_metadata
 from megatronish.checkpoint.tensors import read_tensors
 from megatronish.core.errors import UserError
-from megatronish.engine.checkpoint_state import read_run
+from megatronish.train.checkpoint_state import read_run
 
 NAME = "model.weight"
 

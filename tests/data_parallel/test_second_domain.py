@@ -27,7 +27,6 @@ from megatronish.data.collate import Collator
 from megatronish.data.loader import BatchShare, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.engine.build import build_engine
-from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 from megatronish.model.block import TransformerBlock
@@ -36,6 +35,7 @@ from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, Domain, Mesh, new_axis
 from megatronish.parallel.sharding import Cut, Init, Sharding
 from megatronish.report.statistics import num_zeros, params_norm
+from megatronish.train.checkpoint_state import tensors_of
 
 HIDDEN, STEPS, BATCH, RTOL = 24, 3, 4, 1e-5
 SCALE = "layers.0.scale"

@@ -18,13 +18,13 @@ from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import stored_tensors
 from megatronish.config.read import read_config
 from megatronish.engine.build import build_engine
-from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.launch.place import Place
 from megatronish.layers.linear import LinearLayer
 from megatronish.layers.product import Product
 from megatronish.model.block import TransformerBlock
 from megatronish.parallel.sharding import Sharding
 from megatronish.report.statistics import params_norm
+from megatronish.train.checkpoint_state import tensors_of
 from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
 

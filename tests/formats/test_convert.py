@@ -23,12 +23,12 @@ from megatronish.commands.convert import ConvertArguments as Arguments
 from megatronish.commands.convert import run
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import RunError, UserError
-from megatronish.engine.checkpoint_state import FACTS, POSITION
 from megatronish.formats import native, tokenizer_files
 from megatronish.formats.convert import FORMATS, convert
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.safetensors import FILE, nbytes_of
 from megatronish.formats.weights import LazyTensor, Model, from_ours
+from megatronish.train.checkpoint_state import FACTS, POSITION
 
 HF = GOLDEN / "hf"
 LLAMA = (

@@ -21,7 +21,6 @@ from megatronish.config.read import read_config
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.engine.build import build_engine
-from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.hf.config import hf_config_of
 from megatronish.formats.load_sharded import load_weights, open_hf
@@ -32,6 +31,7 @@ from megatronish.formats.weights import LazyTensor, from_ours
 from megatronish.formats.weights import to_ours as rename
 from megatronish.launch.place import Place
 from megatronish.parallel.sharding import Piece
+from megatronish.train.checkpoint_state import tensors_of
 from megatronish.train.resume import begin
 from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob

@@ -6,12 +6,12 @@ import torch
 
 from megatronish.dry_run.rank import call_hooks, objects_alike, take_step
 from megatronish.dry_run.recorder import StepRecorder
-from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.engine.engine import Engine
 from megatronish.engine.nan_origin import find_origin
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel import comm
 from megatronish.parallel.pipeline.cuda_graph import ReplayingExecutor
+from megatronish.train.checkpoint_state import tensors_of
 from megatronish.train.hooks.replicas import _hash, copies_of
 
 

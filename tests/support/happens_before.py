@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from megatronish.launch.place import Place
 
 PACKAGE = str(ROOT / "megatronish")
-TRANSPARENT = ("comm.py", "ranges.py", "counted_transfers.py")  # whose callers are the call sites
+TRANSPARENT = ("comm.py", "ranges.py")  # whose callers are the call sites
 
 # Operators that look at shape, dtype or device of an argument, and at none of its values.
 SHAPES_ALONE = (

@@ -16,8 +16,8 @@ from megatronish.checkpoint.load import load_tensors
 from megatronish.checkpoint.save import save_checkpoint
 from megatronish.config.read import read_config
 from megatronish.engine.build import build_engine
-from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.launch.place import Place
+from megatronish.train.checkpoint_state import tensors_of
 from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
 from megatronish.verify.layout_trace import RoutingRecorder

@@ -10,9 +10,9 @@ import torch
 from jobs import checkpoints_of, started, state_of, steps_of, tiny, train_on_ranks
 from ranks import run_ranks, wait_until
 
-from megatronish.engine.checkpoint_state import saved_schedule
 from megatronish.launch.place import Place
 from megatronish.report.plot import read_lines
+from megatronish.train.checkpoint_state import saved_schedule
 
 NO_DECAY = "--lr-decay-style constant"
 

@@ -22,7 +22,6 @@ from megatronish.config.config import Config
 from megatronish.config.read import read_config
 from megatronish.config.sections.adapter import AdapterConfig
 from megatronish.engine.build import build_engine, place_on
-from megatronish.engine.checkpoint_state import base_tensors_of
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.quantised import quantised as quantised_cost
 from megatronish.formats.load_sharded import load_weights
@@ -35,6 +34,7 @@ from megatronish.ops.nf4 import dequantise, dequantise_scales, quantise, quantis
 from megatronish.parallel.mesh import Axis
 from megatronish.parallel.sharding import Piece, fill_initial
 from megatronish.train.base_model import draw_base
+from megatronish.train.checkpoint_state import base_tensors_of
 from megatronish.train.run import start_mesh
 
 SIZES = "--hidden-size 128 --num-attention-heads 8 --ffn-hidden-size 256"

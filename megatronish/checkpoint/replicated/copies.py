@@ -10,7 +10,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
-from megatronish.checkpoint.all_or_none import all_or_none, from_all, from_one
 from megatronish.checkpoint.checksums import CHECKSUMS
 from megatronish.checkpoint.folder import steps_in, taken_at
 from megatronish.checkpoint.load import open_checked
@@ -24,6 +23,7 @@ from megatronish.checkpoint.replicated.vote import FoundCopy, newest_copy
 from megatronish.checkpoint.replicated.write import SMALL, Nearby, remove_partial, write_copy, write_small
 from megatronish.checkpoint.tensors import GlobalTensor, files_for
 from megatronish.core.errors import UserError
+from megatronish.parallel.all_or_none import all_or_none, from_all, from_one
 from megatronish.parallel.mesh import Axis
 
 # Fetching of a found copy: each host gets the files that its ranks read and that it does not have, from their holders.

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatronish.checkpoint.all_or_none import from_all
 from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
 from megatronish.checkpoint.folder import read_state, steps_in
 from megatronish.checkpoint.replicated.write import Nearby
+from megatronish.parallel.all_or_none import from_all
 
 Damage = list[str]
 

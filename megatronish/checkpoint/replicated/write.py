@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatronish.checkpoint.all_or_none import all_or_none, from_one
 from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
 from megatronish.checkpoint.folder import NAME, STATE, name_of, partial_name_of
 from megatronish.checkpoint.metadata import METADATA
@@ -29,6 +28,7 @@ from megatronish.checkpoint.replicated.transfer import Transfer, move
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.core.errors import RunError
 from megatronish.core.files import sync_folder, write_durably
+from megatronish.parallel.all_or_none import all_or_none, from_one
 from megatronish.parallel.mesh import Axis
 
 SMALL = (METADATA, STATE, CHECKSUMS)

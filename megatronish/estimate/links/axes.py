@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Sequence
 
-from megatronish.checkpoint.all_or_none import from_all
+from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.mesh import Axis, Mesh, backend_of, new_axis
 
 

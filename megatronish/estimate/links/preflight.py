@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from megatronish.checkpoint.all_or_none import from_all
 from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.estimate.costs.memory_table import format_bytes
 from megatronish.estimate.links.axes import open_axes
 from megatronish.estimate.links.facts import PREFIXES, Facts, Free, Needs, differing, lacking, machine_facts, ranks_text
 from megatronish.estimate.links.settings import groups_of
 from megatronish.parallel import comm
+from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.mesh import Axis, Mesh
 
 # Short measurements of every rank before a run: its clock, its links to its neighbours, the speed of its device.

@@ -1,6 +1,6 @@
 """Table of the pipeline schedules, by the names of --pipeline-schedule.
 
-A new schedule is a file in schedule/ and a line in `SCHEDULES`: `simulate`, the executor, the drawings, the tools and
+A new schedule is a file in this folder and a line in `SCHEDULES`: `simulate`, the executor, the drawings, the tools and
 the tests take it from this table.
 """
 

@@ -21,10 +21,10 @@ from megatronish.checkpoint.remote import location
 from megatronish.checkpoint.replicated.copies import NearbyCopies
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
-from megatronish.engine.checkpoint_state import tensors_of
 from megatronish.engine.engine import Engine
 from megatronish.launch.os_errors import is_lost_rank
 from megatronish.parallel.mesh import new_axis
+from megatronish.train.checkpoint_state import tensors_of
 from megatronish.train.hooks.save import Save
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 

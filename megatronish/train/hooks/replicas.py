@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.checkpoint.all_or_none import from_all
 from megatronish.core.errors import WholeRunError
 from megatronish.engine.engine import Engine
 from megatronish.parallel import comm
+from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.data_parallel.fully_sharded import held
 from megatronish.parallel.mesh import Axis
 from megatronish.train.hooks.stop import Stopper

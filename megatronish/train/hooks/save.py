@@ -15,10 +15,10 @@ from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.save import SaveError, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.sections.run import CheckpointConfig
-from megatronish.engine.checkpoint_state import num_not_finite, tensors_of
 from megatronish.engine.results import NotFiniteError
 from megatronish.launch.os_errors import is_lost_rank
 from megatronish.parallel.mesh import Mesh
+from megatronish.train.checkpoint_state import num_not_finite, tensors_of
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
