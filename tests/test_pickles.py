@@ -6,11 +6,20 @@ import pickle
 import struct
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from megatronish.core.pickles import HEAVIEST, PickleBombError, refuse_bombs
+from megatronish.core.pickles import (
+    HEAVIEST,
+    PickleBombError,
+    SealedCall,
+    exactly,
+    plain_values,
+    refuse_bombs,
+    shape_of,
+)
 from megatronish.formats.torch_file.unpickler import unpickle
 
 DOUBLED = b"q\x01h\x01\x86" * 60
@@ -94,3 +103,29 @@ def test_the_heaviest_that_is_let_through_is_soon_hashed() -> None:
     hash(value)
     assert time.process_time() - before < 5.0
     assert HEAVIEST < 2**30
+
+
+def test_a_mark_that_is_taken_back_shifts_no_number_of_the_memo() -> None:
+    twice = b"".join(b"h" + bytes([number]) + b"h" + bytes([number]) + b"\x86\x94" for number in range(100))
+    with pytest.raises(PickleBombError):
+        refuse_bombs(b"\x80\x04K\x01(0\x94" + twice + b".")
+
+
+def test_a_heavy_key_is_counted_each_time() -> None:
+    heavy: object = 1
+    for _ in range(16):
+        heavy = (heavy, heavy)
+    made = pickle.dumps(heavy, 4)[:-1]  # the last of its tuples has the number 15
+    with pytest.raises(PickleBombError, match="keys"):
+        refuse_bombs(made + b"}(" + b"h\x0fK\x01" * 2000 + b"u.")
+
+
+@pytest.mark.parametrize("make", [exactly(str), exactly(int), plain_values])
+def test_no_function_takes_lists_out_of_lists(make: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match="it makes a"):
+        make([[1], [1]])
+
+
+def test_a_pickle_cannot_change_a_function_that_it_calls() -> None:
+    with pytest.raises(ValueError, match="no state"):
+        SealedCall(shape_of).__setstate__((None, {"__name__": "other"}))

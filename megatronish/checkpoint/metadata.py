@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatronish.core.pickles import refuse_bombs, shape_of
+from megatronish.core.pickles import SealedCall, exactly, refuse_bombs, shape_of
 
 METADATA = ".metadata"
 RECORDS = {
@@ -40,11 +40,11 @@ RECORDS = {
         "TensorStorageMetadata",
     },
 }
-# Replacements of functions, and of classes whose objects are made by a call: builtins, which a pickle cannot change.
+# Replacements of functions, and of classes whose objects are made by a call, which a pickle cannot change.
 PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): shape_of,
-    ("torch.serialization", "_get_layout"): str,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
+    ("torch", "Size"): SealedCall(shape_of),
+    ("torch.serialization", "_get_layout"): exactly(str),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): exactly(int),
 }
 
 

@@ -49,6 +49,7 @@ _SNAPSHOT = re.compile(r"/(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f
 LAUNCHED = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 _TIMEOUT = 10.0  # seconds for an answer about a repository
 _CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+_LARGEST_INDEX = 2**28  # bytes: one with experts has hundreds of thousands of names
 _SHARD = re.compile(r"model[\w.-]*-\d+-of-\d+\.safetensors")
 DATA = (".jsonl", ".json")
 SPLITS = {"valid_data_path": ("valid", "dev", "eval"), "test_data_path": ("test",)}
@@ -160,7 +161,9 @@ def fetch_weights(load_hf: str | None) -> None:
 def _has_weights(folder: Path) -> bool:
     """Whether a folder has all files of weights. The index of several is there before them, with the description."""
     try:
-        files = set(read_json(folder / _INDEX)["weight_map"].values()) if (folder / _INDEX).exists() else {_WEIGHTS}
+        files = {_WEIGHTS}
+        if (folder / _INDEX).exists():
+            files = set(read_json(folder / _INDEX, largest=_LARGEST_INDEX)["weight_map"].values())
         return all((folder / file).exists() for file in files)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # its reader says what is wrong with an index
         return True

@@ -28,7 +28,7 @@ MOST_VALUES = 100_000
 LONGEST_NUMBER = 100
 """Characters of a number of YAML."""
 
-_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{DEEPEST}}}""")
+_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST}}}""")
 _LONG_NUMBER = re.compile(r"(?<![\w\"'])[+-]?0[xob][0-9a-fA-F_]{1000}")
 _PLAIN = {f"tag:yaml.org,2002:{name}": name for name in ("null", "bool", "int", "float", "str", "timestamp")}
 _MERGE = "tag:yaml.org,2002:merge"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatronish.config.sections.data import DataConfig, parse_blend, parse_split, split_part
-from megatronish.core.errors import UserError
+from megatronish.core.errors import RunError, UserError
 from megatronish.core.names import DATASET_NAMES, options_of
 from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.chat.dataset import open_chats
@@ -78,7 +78,8 @@ class _Reader:
             if error.errno not in UNREADABLE:
                 raise
             what = error.filename or path
-            raise UserError(
+            # A disk that fails, or a mount that hiccups, may answer the next start.
+            raise (RunError if error.errno == errno.EIO else UserError)(
                 f"the data {what} cannot be read: {error.strerror}; let this user read it, or copy it again to a "
                 "disk that works"
             ) from error

@@ -72,7 +72,9 @@ def refuse_few_open_files() -> None:
 
 def mishap(error: BaseException) -> str | None:
     """One sentence for a mishap of the machine; None for what may be a bug."""
-    if isinstance(error, OSError) and (error.errno in REMEDIES or error.errno in OF_WRITING):
+    # The numbers of a refused path without a path are those of a connection: EPERM is TLS's, too.
+    has_remedy = isinstance(error, OSError) and (error.filename is not None or error.errno not in OF_USER)
+    if isinstance(error, OSError) and has_remedy and (error.errno in REMEDIES or error.errno in OF_WRITING):
         name = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
         if error.errno in OF_WRITING:
             place = Path(os.fsdecode(error.filename)).parent if isinstance(error.filename, str | bytes) else None
@@ -92,7 +94,7 @@ def mishap(error: BaseException) -> str | None:
 
 def status_of(error: BaseException) -> int:
     """Exit status of a mishap: 2 for what another start would meet again, else 1."""
-    return 2 if isinstance(error, OSError) and error.errno in OF_USER else 1
+    return 2 if isinstance(error, OSError) and error.filename is not None and error.errno in OF_USER else 1
 
 
 def is_lost_rank(error: BaseException) -> bool:

@@ -39,9 +39,10 @@ def within(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
 
 
 def apart(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
-    """What `call` returns, in a child process: a thread that waits for a disk keeps its process from ending.
+    """What `call` returns or raises, in a child process: a thread that waits for a disk keeps its process from ending.
 
-    `otherwise` if it raises, or has not ended by then. The child holds no stream of this process.
+    `otherwise` if it has not ended by then. The child holds no descriptor of this process, so that who reads one does
+    not wait for it. Where no process can be started, a thread makes the call.
     """
     if sys.platform == "darwin":  # its system libraries do not survive a fork
         return within(seconds, call, otherwise=otherwise)
@@ -51,17 +52,27 @@ def apart(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
     except OSError:  # no more processes, or no memory
         os.close(reader)
         os.close(writer)
-        return otherwise
+        return within(seconds, call, otherwise=otherwise)
     if child == 0:
         _be_child(call, writer)
     os.close(writer)
-    with os.fdopen(reader, "rb") as answer:
-        has_ended = bool(select.select([reader], [], [], seconds)[0])
-        data = answer.read() if has_ended else b""
-    with contextlib.suppress(OSError):
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0 if has_ended else os.WNOHANG)
-    return pickle.loads(data) if data else otherwise
+    data = b""
+    try:
+        with os.fdopen(reader, "rb") as answer:
+            waiting = select.poll()  # `select` takes no descriptor above 1,023
+            waiting.register(reader, select.POLLIN)
+            if waiting.poll(1000 * seconds):
+                data = answer.read()
+    finally:
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0 if data else os.WNOHANG)
+    if not data:
+        return otherwise
+    found, error = pickle.loads(data)
+    if error is not None:
+        raise error
+    return found
 
 
 def _be_child(call: Callable[[], object], writer: int) -> None:
@@ -69,7 +80,13 @@ def _be_child(call: Callable[[], object], writer: int) -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nothing, descriptor)
+        os.closerange(3, writer)
+        os.closerange(writer + 1, 1 << 16)
+        try:
+            told = pickle.dumps((call(), None))
+        except Exception as error:
+            told = pickle.dumps((None, error))
         with os.fdopen(writer, "wb") as answer:
-            answer.write(pickle.dumps(call()))
+            answer.write(told)
     finally:
         os._exit(0)

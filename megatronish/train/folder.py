@@ -138,7 +138,7 @@ def last_step(file: Path) -> int:
     for line in reversed(found):
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # infinity is no step
             continue
     return 0
 

@@ -375,6 +375,9 @@ def test_a_page_of_a_forecast_keeps_names_of_devices_in_their_lines() -> None:
         ("micro_batch_size: 4", None, {"global_batch_size": 4}),
         ("micro_batch_size: 2\nbatch_size: 8", 4, {"global_batch_size": 32}),
         ("micro_batch_size: 1\nfsdp: full_shard\nfsdp_config: {reshard_after_forward: 'False'}", 2, {"zero_stage": 2}),
+        ("fsdp: full_shard\nfsdp_config: {reshard_after_forward: FULL_SHARD}", 2, {"zero_stage": 3}),
+        ("fsdp: full_shard\nfsdp_config: {reshard_after_forward: 8}", 2, {"zero_stage": 3}),
+        ("fsdp: full_shard\nfsdp_config: {reshard_after_forward: SHARD_GRAD_OP}", 2, {"zero_stage": 2}),
     ],
 )
 def test_numbers_of_one_rank_in_axolotls_files(

@@ -217,12 +217,12 @@ def test_what_another_start_would_meet_again_has_status_2(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_data_that_the_disk_does_not_give_are_told_with_status_2(tmp_path: Path) -> None:
+def test_data_that_the_disk_does_not_give_are_told_and_may_be_there_at_the_next_start(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "x")
     (tmp_path / "x.idx").unlink()
     (tmp_path / "x.idx").symlink_to("/proc/self/mem")  # its first page cannot be read: EIO
     ended = call_main(tiny(tmp_path / "run", "--tokenizer-type null", data=f"--data-path {prefix}"))
-    assert ended.status == 2, ended.errors
+    assert ended.status == 1, ended.errors
     assert f"the data {prefix} cannot be read: Input/output error; let this user read it, or copy it" in ended.errors
 
 
@@ -243,7 +243,8 @@ def test_where_no_thread_can_be_started_its_work_is_done_without_one(
 
 def test_a_call_in_a_process_of_its_own_is_given_up() -> None:
     assert apart(10.0, lambda: (3, [Path("x")]), otherwise=None) == (3, [Path("x")])
-    assert apart(10.0, lambda: 1 // 0, otherwise=7) == 7
+    with pytest.raises(ZeroDivisionError):
+        apart(10.0, lambda: 1 // 0, otherwise=7)
     assert apart(0.1, lambda: time.sleep(60), otherwise=7) == 7
 
 

@@ -383,7 +383,9 @@ def fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
     named = text(rest, "sharding_strategy")
     rest.pop("sharding_strategy", None)
     strategy = f"{words} {STRATEGIES.get(named, named)}".upper()
-    keeps_parameters = not is_on(rest.pop("reshard_after_forward", True))
+    reshards = rest.pop("reshard_after_forward", True)
+    keeps_parameters = reshards is False or str(reshards).lower() in ("false", "no", "off")
+    strategy += f" {reshards}".upper()  # Accelerate writes FULL_SHARD, SHARD_GRAD_OP and their like here, too
     stage = 2 if keeps_parameters or "SHARD_GRAD_OP" in strategy or "ZERO2" in strategy else 3
     found.set("zero_stage", 0 if "NO_SHARD" in strategy else stage)
     # 2. Hybrid sharding: the file does not say how many replicas there are, as FSDP takes the ranks of a machine.

@@ -14,13 +14,12 @@ a file can neither run code nor change how the next file is read.
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatronish.core.pickles import refuse_bombs, shape_of
+from megatronish.core.pickles import SealedCall, plain_values, refuse_bombs, shape_of
 
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -124,16 +123,6 @@ class _StorageKind(_Sealed):
     dtype: torch.dtype | None
 
 
-@dataclass(frozen=True)
-class _Call(_Sealed):
-    """Function of this file that a pickle may call."""
-
-    function: Callable[..., Any]
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
 def _tensor(storage: Storage, offset: int, shape: Any, strides: Any, *_unused: object) -> Stored:
     if not isinstance(storage, Storage) or storage.dtype is None:
         raise Refused("a tensor has no storage")
@@ -159,8 +148,24 @@ def _first(first: Any, *_unused: object) -> Any:
     return first
 
 
+def _set(values: Any = ()) -> set[Any]:
+    return set(plain_values(values))
+
+
+def _frozen(values: Any = ()) -> frozenset[Any]:
+    return frozenset(plain_values(values))
+
+
+def _ordered(pairs: Any = ()) -> OrderedDict[str, Any]:
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
+    ):
+        raise Refused("an OrderedDict is made of something else than pairs of a name and a value")
+    return OrderedDict(pairs)
+
+
 def _of_subclass(function: Any, _kind: object, args: Any, _state: object) -> Any:
-    if not isinstance(function, _Call) or not isinstance(args, tuple):
+    if not isinstance(function, SealedCall) or not isinstance(args, tuple):
         raise Refused("a tensor is not made by torch")
     return function(*args)
 
@@ -168,15 +173,15 @@ def _of_subclass(function: Any, _kind: object, args: Any, _state: object) -> Any
 ALLOWED: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): Arguments,
     ("builtins", "complex"): complex,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "set"): set,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): _Call(shape_of),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Call(_of_subclass),
-    ("torch._utils", "_rebuild_parameter"): _Call(_first),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Call(_first),
-    ("torch._utils", "_rebuild_tensor_v2"): _Call(_tensor),
-    ("torch._utils", "_rebuild_tensor_v3"): _Call(_tensor_of_bytes),
+    ("builtins", "frozenset"): SealedCall(_frozen),
+    ("builtins", "set"): SealedCall(_set),
+    ("collections", "OrderedDict"): SealedCall(_ordered),
+    ("torch", "Size"): SealedCall(shape_of),
+    ("torch._tensor", "_rebuild_from_type_v2"): SealedCall(_of_subclass),
+    ("torch._utils", "_rebuild_parameter"): SealedCall(_first),
+    ("torch._utils", "_rebuild_parameter_with_state"): SealedCall(_first),
+    ("torch._utils", "_rebuild_tensor_v2"): SealedCall(_tensor),
+    ("torch._utils", "_rebuild_tensor_v3"): SealedCall(_tensor_of_bytes),
     ("torch.storage", "UntypedStorage"): _StorageKind(None),
 }
 ALLOWED |= {("torch", name): _StorageKind(dtype) for name, dtype in STORAGES.items()}
