@@ -83,12 +83,7 @@ def refuse_bombs(data: bytes) -> None:
         does, length, size_of_length, takes, takes_mark, hashes = instruction
         # 1. The argument is data[start:at].
         start = at + 1
-        at = start + length
-        if size_of_length:
-            at = start + size_of_length
-            at += int.from_bytes(data[start:at], "little")
-        elif length < 0:
-            at = _end_of_line(data, start, lines=-length)
+        at = start + length if length >= 0 and not size_of_length else _end_of_argument(data, start, instruction)
         # 2. The stack, or what is left of one that has too little on it: the unpickler will say so.
         if does == "push":
             stack.append(UNIT)
@@ -175,6 +170,14 @@ def shape_of(numbers: tuple[Any, ...] = ()) -> tuple[Any, ...]:
     if type(numbers) is not tuple:
         raise ValueError("a shape is no tuple")
     return numbers
+
+
+def _end_of_argument(data: bytes, start: int, instruction: _Instruction) -> int:
+    """Offset after an argument that says its own length, or that ends with a line."""
+    if instruction.size_of_length:
+        begin = start + instruction.size_of_length
+        return begin + int.from_bytes(data[start:begin], "little")
+    return _end_of_line(data, start, lines=-instruction.length)
 
 
 def _end_of_line(data: bytes, start: int, *, lines: int) -> int:
