@@ -31,7 +31,7 @@ DATASETS: dict[str, Callable[..., Dataset]] = {
 """Functions that open data sets, each an `OpenDataset`: by the names of --dataset-type, and for --mock-data.
 
 Keyword arguments are the options of the name in `DATASET_NAMES`. A new kind is one line in both tables. Files other
-than .bin/.idx pairs: `_missing_data` of config/read.py. No files at all: whatever reads `mock_data`.
+than .bin/.idx pairs: `_missing_data` of config/check.py. No files at all: whatever reads `mock_data`.
 """
 
 
