@@ -115,5 +115,15 @@ def test_a_path_that_the_system_refuses_is_a_mistake_and_a_failing_disk_is_none(
         pass
 
 
+def test_an_error_of_what_is_read_is_not_told_as_one_of_the_folder_that_is_written(tmp_path: Path) -> None:
+    source, target = tmp_path / "weights", tmp_path / "model"
+    with pytest.raises(FileNotFoundError) as caught, new_folder(target, decisive="a"):
+        source.read_bytes()
+    assert caught.value.filename == str(source)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="model cannot be written"), new_folder(target, decisive="a") as partial:
+        (partial / "missing" / "a").write_bytes(b"")
+
+
 def _raise(error: BaseException) -> int:
     raise error

@@ -134,8 +134,11 @@ def _pickle_of(data: bytes) -> bytes:
         records = archive.infolist()
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
             raise ValueError("a record is compressed")
-        (name,) = (record.filename for record in records if record.filename.endswith("data.pkl"))
-        return archive.read(name)
+        # torch looks for `<folder of the first record>/data.pkl`, and capital letters are small ones to it.
+        names = [record.filename.lower() for record in records]
+        if len(set(names)) != len(names):
+            raise ValueError("two records have one name")
+        return archive.read(records[names.index(f"{names[0].partition('/')[0]}/data.pkl")])
 
 
 def _is_dense(value: Any) -> bool:

@@ -250,7 +250,7 @@ def new_folder(path: Path, *, decisive: str) -> Iterator[Path]:
     `path` must be free or an empty folder. A folder that exists may be the root of a disk, which cannot be replaced:
     the files are then written into a hidden folder in it and moved up one by one, the file `decisive` last, because
     readers take a folder without that file for incomplete. UserError if `path` is not empty, RunError if the disk is
-    full or fails; nothing that was written stays then.
+    full or fails; nothing that was written stays then. An error of a file that is read meanwhile stays as it is.
     """
     path = Path(os.path.realpath(path))
     try:
@@ -269,6 +269,8 @@ def new_folder(path: Path, *, decisive: str) -> Iterator[Path]:
             partial.rename(path)
             sync_folder(path.parent)
     except OSError as error:
+        if _is_elsewhere(error, path, partial):
+            raise
         raise _failed(path, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -300,6 +302,14 @@ def _move_in(partial: Path, path: Path, *, decisive: str) -> None:
             if not (partial / name).exists():
                 (path / name).rename(partial / name)
         raise
+
+
+def _is_elsewhere(error: OSError, *folders: Path) -> bool:
+    """Whether an error is one of a file that is in none of the folders, and none above them."""
+    if not isinstance(error.filename, str | os.PathLike):
+        return False
+    file = Path(os.path.realpath(error.filename))
+    return not any(file.is_relative_to(folder) or folder.is_relative_to(file) for folder in folders)
 
 
 def _failed(path: Path, error: OSError) -> RunError | UserError:

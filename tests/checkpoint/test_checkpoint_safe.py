@@ -37,6 +37,7 @@ from megatronish.core.errors import UserError
 from megatronish.train.checkpoint_state import read_run
 
 NAME = "model.weight"
+TUPLES_OF_TUPLES = b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"K\x01s."
 
 
 class Call:
@@ -242,18 +243,20 @@ def saved(found: Any) -> bytes:
     return stream.getvalue()
 
 
-def packed(data: bytes, *, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """A file of torch.save with this pickle."""
+def packed(data: bytes, *, compression: int = zipfile.ZIP_STORED, decoy: str | None = None) -> bytes:
+    """A file of torch.save with this pickle, and with a harmless one under the name `decoy`."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", compression) as archive:
-        for name, record in {"data.pkl": data, "version": b"3\n", "byteorder": b"little"}.items():
+        archive.writestr("archive/version", b"3\n")
+        if decoy is not None:
+            archive.writestr(decoy, pickle.dumps([1] * 100))
+        for name, record in {"data.pkl": data, "byteorder": b"little"}.items():
             archive.writestr(f"archive/{name}", record)
     return stream.getvalue()
 
 
 def test_metadata_that_would_end_the_process_are_refused(checkpoint: Path) -> None:
-    bomb = b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"K\x01s."
-    sealed(checkpoint, lambda folder: (folder / ".metadata").write_bytes(bomb))
+    sealed(checkpoint, lambda folder: (folder / ".metadata").write_bytes(TUPLES_OF_TUPLES))
     refused(checkpoint, r"\.metadata cannot be read \(it has tuples inside of tuples")
 
 
@@ -272,7 +275,9 @@ def test_a_stored_tensor_that_calls_a_function_is_refused(checkpoint: Path) -> N
         saved(torch.nested.nested_tensor([torch.ones(64)])),
         b"\0" * 100,
         b"x",
-        packed(b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"K\x01s."),
+        packed(TUPLES_OF_TUPLES),
+        packed(TUPLES_OF_TUPLES, decoy="other/data.pkl"),
+        packed(TUPLES_OF_TUPLES, decoy="archive/DATA.pkl"),
         packed(b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s."),
         packed(pickle.dumps([1] * 100), compression=zipfile.ZIP_DEFLATED),
     ):
