@@ -7,7 +7,6 @@ layout or a device. A --config among the FLAGS takes the place of CONFIG.toml, a
 
 import math
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.shipped import config_path
+from megatronish.core.foreign import LARGEST_TOML, parse_toml, read_text
 from megatronish.core.layout import Layout
 from megatronish.launch.device import visible_devices
 
@@ -67,17 +67,21 @@ def flags_for(config_file: Path, argv: Sequence[str], *, num_devices: int) -> li
     if num_devices == 0 or {word.partition("=")[0].lstrip("-").replace("_", "-") for word in argv} & CHOSEN_BY:
         return []
     config_file = config_of(config_file, argv)
-    if not config_file.is_file():  # pretrain_gpt.py says so
+    try:
+        parallel = parse_toml(read_text(config_file, LARGEST_TOML)).get("parallel", {})
+    except (OSError, ValueError):
+        return []  # pretrain_gpt.py says what is wrong with the file
+    sizes = [parallel.get(name, 1) for name in (*SIZES.values(), EP, ETP)] if isinstance(parallel, dict) else [None]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
         return []
-    parallel = tomllib.loads(config_file.read_text(encoding="utf-8")).get("parallel", {})
     layout = Layout(**{axis: parallel.get(name, 1) for axis, name in SIZES.items()})
     fits = fitted(layout, num_devices)
     if fits == layout:
         return []
     gpus = "1 GPU" if num_devices == 1 else f"{num_devices} GPUs"
     print(f"{gpus}: {fits} instead of {layout} of {config_file}", file=sys.stderr)
-    sizes = [word for axis in SIZES for word in (f"--{axis}", str(getattr(fits, axis)))]
-    return sizes + fitted_experts(parallel, fits)
+    flags = [word for axis in SIZES for word in (f"--{axis}", str(getattr(fits, axis)))]
+    return flags + fitted_experts(parallel, fits)
 
 
 if __name__ == "__main__":

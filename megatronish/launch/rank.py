@@ -114,11 +114,13 @@ def _wait_to_speak(place: Place) -> None:
     Where there are several machines, what failed may have been on another one, and its agent with it: then no one
     speaks here, and the first rank of the machine does so before it goes.
     """
-    asked = threading.Event()
+    asked = list[int]()  # no threading.Event: a handler that sets one waits for the lock of whom it interrupts
     if threading.current_thread() is threading.main_thread():
         is_speaker = place.local_rank == 0 and not place.is_on_one_machine
-        signal.signal(signal.SIGTERM, (lambda *_: asked.set()) if is_speaker else signal.SIG_DFL)
-    asked.wait(1.0 if place.rank == 0 else 1.5)
+        signal.signal(signal.SIGTERM, (lambda number, _: asked.append(number)) if is_speaker else signal.SIG_DFL)
+    deadline = time.monotonic() + (1.0 if place.rank == 0 else 1.5)
+    while not asked and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _leave(terminal: int, report: str, is_reporter: bool) -> None:

@@ -126,12 +126,15 @@ def patient(*streams: TextIO) -> Iterator[list[TextIO]]:
             found.append(stream)
             continue
         identity = status.st_dev, status.st_ino  # of one terminal, lines of both streams keep their order
-        try:
-            writer = writers.get(identity) or writers.setdefault(identity, Writer(os.dup(descriptor)))
-        except RuntimeError:  # the machine lets this user start no more threads
-            found.append(stream)
-            continue
-        found.append(cast(TextIO, Terminal(stream, writer)))
+        if identity not in writers:
+            own = os.dup(descriptor)
+            try:
+                writers[identity] = Writer(own)
+            except RuntimeError:  # the machine lets this user start no more threads
+                os.close(own)
+                found.append(stream)
+                continue
+        found.append(cast(TextIO, Terminal(stream, writers[identity])))
     try:
         yield found
     finally:

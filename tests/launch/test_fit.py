@@ -1,6 +1,7 @@
 """Tests of the layout that `make pretrain` takes on a machine with GPUs."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 from paths import ROOT
@@ -73,6 +74,14 @@ def test_another_config_takes_the_place_of_the_demo_and_its_experts_fit_too(num_
         config = read_config([*words, "--mock-data", *flags]).config
         assert config.layout.world_size <= num_devices and config.model.num_experts == 8
     assert flags_for(DEMO, ["--config", "no-such-file"], num_devices=1) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["[parallel", "parallel = 3", "[parallel]\ndata_parallel_size = -2", "a" * 2**22 + "\0"]
+)
+def test_a_config_that_is_wrong_is_left_to_who_reads_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert flags_for(tmp_path / "config.toml", [], num_devices=2) == []
 
 
 @pytest.mark.parametrize(

@@ -81,12 +81,13 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
     )
     for name, size in ((key, steps), ("train_micro_batch_size_per_gpu", micro), ("train_batch_size", batch)):
         if size is not None and (size < 1 or not float(size).is_integer()):
-            raise UserError(f"{name}={size:g} must be a whole number of at least 1; correct the file")
+            raise UserError(f"{name}={size:.15g} must be a whole number of at least 1; correct the file")
     # Without dp this much can be checked: the batch must be micro x steps x some whole number of ranks.
     if steps and micro and batch and batch % (micro * steps):
         raise UserError(
             f"train_batch_size={batch} must be a multiple of train_micro_batch_size_per_gpu={micro} times "
-            f"gradient_accumulation_steps={steps:g}, {micro * steps:g}; correct the file, or remove one of the three"
+            f"gradient_accumulation_steps={steps:.15g}, {micro * steps:.15g}; correct the file, or remove one of the "
+            "three"
         )
     if steps is None and key in values:
         found.leave_out(key, "use --global-batch-size, from which it follows")
@@ -102,8 +103,8 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
             )
         elif batch % ((steps or 1) * dp):
             raise UserError(
-                f"train_batch_size={batch} must be a multiple of gradient_accumulation_steps={steps or 1:g} times "
-                f"--dp {dp}, {(steps or 1) * dp:g}; correct the file, or import with another --dp"
+                f"train_batch_size={batch} must be a multiple of gradient_accumulation_steps={steps or 1:.15g} times "
+                f"--dp {dp}, {(steps or 1) * dp:.15g}; correct the file, or import with another --dp"
             )
         else:
             found.set("micro_batch_size", int(batch // ((steps or 1) * dp)))
@@ -238,7 +239,8 @@ def _peak(found: Imported, params: Mapping[str, Any], style: str) -> None:
         peak = DEFAULT_PEAK
         if found.settings.get("lr", peak) != peak:
             found.warn(
-                "optimizer.params.lr", f"the scheduler replaces it by its warmup_max_lr, by default {peak:g}; name it"
+                "optimizer.params.lr",
+                f"the scheduler replaces it by its warmup_max_lr, by default {peak:.15g}; name it",
             )
     if peak is not None:
         found.set("lr", peak)
@@ -265,7 +267,7 @@ def _precision(found: Imported, values: Mapping[str, Any]) -> None:
     if "loss_scale" in found.settings:
         return
     if power is not None and not -60 <= power <= 120:
-        raise UserError(f"fp16.initial_scale_power={power:g} must be between -60 and 120; correct the file")
+        raise UserError(f"fp16.initial_scale_power={power:.15g} must be between -60 and 120; correct the file")
     found.set("initial_loss_scale", 2.0 ** (16 if power is None else power))
     for name, value in FP16_DEFAULTS.items():
         if fp16.get(name) != "auto":
