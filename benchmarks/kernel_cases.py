@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatronish.layers.vocabulary import vocab_parallel_cross_entropy
 from megatronish.ops.activation import bias_gelu, bias_swiglu
 from megatronish.ops.dropout import dropout_add
 from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm

@@ -49,27 +49,27 @@ from megatronish.inference.load import load_model as load_model
 
 # Ranks
 from megatronish.launch.place import Place as Place
-
-# Model
-from megatronish.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from megatronish.layers.linear import ColumnParallelLinear as ColumnParallelLinear
 from megatronish.layers.linear import RowParallelLinear as RowParallelLinear
 from megatronish.layers.norm import Norm as Norm
+
+# Model
+from megatronish.layers.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
 from megatronish.model.attention import Attention as Attention
 from megatronish.model.attention import CoreAttention as CoreAttention
 from megatronish.model.batch import MicroBatch as MicroBatch
-from megatronish.model.block import TransformerBlock as TransformerBlock
 from megatronish.model.context import Context as Context
 from megatronish.model.gpt import GPT as GPT
+from megatronish.model.gpt import TransformerBlock as TransformerBlock
 
 # Training
 from megatronish.objectives.objective import Objective as Objective
 from megatronish.objectives.table import OBJECTIVES as OBJECTIVES
-from megatronish.optim.batch_size import BatchSizeSchedule as BatchSizeSchedule
-from megatronish.optim.learning_rate import DECAYS as DECAYS
-from megatronish.optim.learning_rate import LearningRateSchedule as LearningRateSchedule
-from megatronish.optim.learning_rate import build_learning_rate_schedule as build_learning_rate_schedule
 from megatronish.optim.optimizer import OPTIMIZERS as OPTIMIZERS
+from megatronish.optim.schedules import DECAYS as DECAYS
+from megatronish.optim.schedules import BatchSizeSchedule as BatchSizeSchedule
+from megatronish.optim.schedules import LearningRateSchedule as LearningRateSchedule
+from megatronish.optim.schedules import build_learning_rate_schedule as build_learning_rate_schedule
 from megatronish.parallel.mesh import Axis as Axis
 from megatronish.parallel.mesh import Mesh as Mesh
 from megatronish.parallel.mesh import TensorParallel as TensorParallel

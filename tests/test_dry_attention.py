@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatronish.attention import dropout_attention
-from megatronish.attention.block_mask import BLOCK
+from megatronish.attention.mask import BLOCK
 from megatronish.dry_run.attention import Reference, computed_scores, dropped_references
 from megatronish.dry_run.recorder import StepRecorder
 

@@ -22,8 +22,7 @@ from megatronish.engine import engine, results
 from megatronish.engine.balancing import TOKENS
 from megatronish.engine.results import StepSums
 from megatronish.launch.place import Place
-from megatronish.layers.capacity import Capacity, kept_choices
-from megatronish.layers.dispatch import TokenRoute, make_route
+from megatronish.layers.dispatch import Capacity, TokenRoute, kept_choices, make_route
 from megatronish.layers.router import Balance, Router
 from megatronish.model import experts as experts_of_model
 from megatronish.model import gpt

@@ -130,7 +130,7 @@ class Removed(NamedTuple):
 
 SEQUENCE = {"sequence_parallel": True}
 NO_SEQUENCE = {"sequence_parallel": False}
-LINEAR, RING, TRANSFERS = "layers/linear.py", "attention/ring.py", "parallel/pipeline/transfers.py"
+LINEAR, RING, TRANSFERS = "layers/linear.py", "attention/ring.py", "parallel/pipeline/executor.py"
 REMOVED = [
     Removed(LINEAR, "whole = comm.start_all_gather(", Layout(tp=2), SEQUENCE, "started at layers/linear.py"),
     Removed(LINEAR, "else gathering.wait()", Layout(tp=2), SEQUENCE, "started at layers/linear.py"),
@@ -159,7 +159,7 @@ REMOVED = [
         "started at layers/dispatch.py",
     ),
     Removed(
-        TRANSFERS, "self.receiving.pop(action).wait()", Layout(pp=2), {}, "started at parallel/pipeline/transfers.py"
+        TRANSFERS, "self.receiving.pop(action).wait()", Layout(pp=2), {}, "started at parallel/pipeline/executor.py"
     ),
     Removed(TRANSFERS, "self.sending.wait()", Layout(pp=2), {}, "never waited for:\n  c10d::send started at"),
     Removed(

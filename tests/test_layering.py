@@ -80,8 +80,7 @@ WITHOUT_TORCH = (
     "core/f[!i]*.py",
     "core/files.py",
     "parallel/schedules/*[!g].py",
-    "optim/learning_rate.py",
-    "optim/batch_size.py",
+    "optim/schedules.py",
     "optim/loss_scale.py",
     "specs/*.py",
     "parallel/bucketing.py",
@@ -114,7 +113,6 @@ LEAVES = {
 }
 """Tables of which each leaf is a file, however short: what one copies to add another."""
 APART = {
-    "engine/unused_parameters.py": "the step itself stays a page of code",
     "estimate/links/draw_png.py": "matplotlib is imported where a picture is drawn",
     "commands/dry_run.py": "its flags and errors wait for no torch",
     "commands/auditing.py": "--help of audit waits for no torch",

@@ -28,8 +28,7 @@ from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.parameters import num_parameters, parameters_of_stage
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
-from megatronish.model.execution import Execution
-from megatronish.model.gpt import GPT
+from megatronish.model.gpt import GPT, Execution
 from megatronish.parallel.mesh import Mesh, dense_domain
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import collect_shardings, initialize

@@ -6,7 +6,7 @@ The z-loss is the squared log-normaliser of the softmax: it keeps logits from dr
 metrics.jsonl show it as `z_loss` next to the loss that is minimised.
 """
 
-from megatronish.layers.cross_entropy import VocabParallelLogits
+from megatronish.layers.vocabulary import VocabParallelLogits
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Sums
 from megatronish.plugins import register_objective

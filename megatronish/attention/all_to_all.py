@@ -7,7 +7,7 @@ After attention a second all-to-all turns the result back.
 import torch
 from torch import Tensor
 
-from megatronish.attention.core import attend_alone
+from megatronish.attention.flash import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.zigzag import from_zigzag, to_zigzag
 from megatronish.config.sections.training import AttentionBackend

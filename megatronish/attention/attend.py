@@ -5,7 +5,7 @@ whole sequence of some heads (all_to_all.py). Ring attention sends more bytes bu
 can cut the sequence over more ranks than there are heads. All-to-all attention sends less and waits for it. On one rank
 both are plain attention.
 
-Where a rank computes whole sequences there is a choice of backends (core.py). Ring attention merges blocks of keys by
+Where a rank computes whole sequences there is a choice of backends (flash.py). Ring attention merges blocks of keys by
 their log-sum-exp, which the softmax of a whole row does not return, and has operations of its own (tile.py).
 """
 
@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor
 
 from megatronish.attention.all_to_all import all_to_all_attention
-from megatronish.attention.core import attend_alone
+from megatronish.attention.flash import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.ring import ring_attention
 from megatronish.config.sections.training import AttentionBackend

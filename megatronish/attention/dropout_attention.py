@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.attention.alibi import slopes_on
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.mask import AttentionMask, slopes_on
 from megatronish.attention.operations import EXPLICIT, TileMask
 from megatronish.attention.sinks import absorb, gradient_of_sinks
 from megatronish.ops.dropout import DroppedTile, ProbabilityDropout

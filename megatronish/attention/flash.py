@@ -1,4 +1,8 @@
-"""Attention of a whole sequence without its probabilities in memory: SDPA or FlexAttention, and which of them when.
+"""Self-attention of one rank's heads over a whole sequence, and the operation that computes it: SDPA or another.
+
+With probabilities in memory it is explicit.py. Without, SDPA or FlexAttention. SDPA knows no sinks; with them its flash
+operations run (sinks.py). It draws masks of its own from the global generator; so dropout has an attention of its own,
+block by block (dropout_attention.py).
 
 On a CPU, SDPA's kernel takes masks and query heads that share a key/value head. On CUDA, SDPA's flash attention takes
 no mask and no fp32, and its memory-efficient kernels take no shared heads: for what neither takes, torch silently
@@ -17,19 +21,23 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from megatronish.attention.alibi import slopes_on
-from megatronish.attention.block_mask import BLOCK
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.dropout_attention import dropped_attention
+from megatronish.attention.explicit import explicit_attention
+from megatronish.attention.mask import BLOCK, AttentionMask, slopes_on
+from megatronish.attention.sinks import sink_attention
+from megatronish.config.sections.training import AttentionBackend
+from megatronish.ops.dropout import ProbabilityDropout
 
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256  # of flash attention, and of FlexAttention with the sizes of blocks that it has for them
@@ -47,6 +55,41 @@ WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 Attend = Callable[..., Any]  # torch's FlexAttention, whose result is a tensor unless it is asked for more
 Kernel = Literal["sdpa", "sdpa, heads repeated", "flex"]
+
+
+def attend_alone(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    backend: AttentionBackend = "auto",
+    first_head: int = 0,
+    dropout: ProbabilityDropout | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[q, B, n, H], [S, B, kv, H], [S, B, kv, H] -> [q, B, n H]: queries are the whole sequence, or the end of it.
+
+    n / kv query heads share a key/value head; `sinks` [n] are logits besides those of the keys. `auto` is SDPA
+    (flash attention where the device has it) or FlexAttention, `flash` SDPA; with dropout both are attention block by
+    block.
+    """
+    explicit = backend in ("fused_softmax", "unfused")
+    if dropout is not None and not explicit:
+        return dropped_attention(q, k, v, mask=mask, first_head=first_head, dropout=dropout, sinks=sinks)
+    q, k, v = (rearrange(x, "s b n h -> b n s h") for x in (q, k, v))
+    if explicit:
+        drop: Callable[[Tensor], Tensor] | None = None
+        if dropout is not None:
+            positions = torch.arange(mask.seq_length, device=q.device)
+            queries = positions[mask.first_query :]
+            drop = partial(dropout.drop, first_head=first_head, queries=queries, keys=positions)
+        out = explicit_attention(q, k, v, mask=mask, fused=backend != "unfused", dropout=drop, sinks=sinks)
+    elif sinks is not None:
+        out = sink_attention(q, k, v, sinks, mask=mask)
+    else:
+        out = flash_attention(q, k, v, mask=mask, may_compile=backend == "auto")
+    return rearrange(out, "b n s h -> s b (n h)")
 
 
 class AttentionProblem(NamedTuple):

@@ -1,18 +1,24 @@
 """Attention masks: causal, within a sliding window and within documents, for a whole sequence or blocks of it.
 
-With ALiBi a mask also says how much a key counts: its score falls with its distance, for each head by another slope.
+With ALiBi (attention with linear biases, Press et al. 2022, arXiv:2108.12409) a mask also says how much a key counts:
+its score falls by slope x distance, and there are no other positions. Each head has a slope of its own. The slopes of a
+power of two of heads are a geometric series; other numbers of heads take the series of the power of two below, and then
+every other slope of the series of the power of two above, as the authors' code does.
+
+FlexAttention takes a mask as blocks of scores: those that are computed, and those that need no look inside. torch's
+`create_block_mask` evaluates all S x S places. A causal mask with a window and documents follows from less: the first
+and the last place of a block, and its least and its greatest document id. Nothing is read back to the host.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention
-
-from megatronish.attention.alibi import distance_bias
-from megatronish.attention.block_mask import block_mask
 
 BlockMask = Literal["nothing", "dense", "causal", "everything"]
 """What a block of queries sees of a block of keys; "dense" where only a dense mask can say."""
@@ -153,3 +159,84 @@ class AttentionMask:
         if queries == keys:
             return "causal"
         return "everything" if keys[-1] <= queries[0] else "dense"
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """Slopes of all heads of a layer."""
+    below = 1 << (num_heads.bit_length() - 1)
+    return (_series(below) + _series(2 * below)[::2])[:num_heads]
+
+
+def _series(num_heads: int) -> tuple[float, ...]:
+    """2^(-8/n), 2^(-16/n), ..., 2^-8, for a power of two."""
+    return tuple(2.0 ** (-8.0 * head / num_heads) for head in range(1, num_heads + 1))
+
+
+def distance_bias(slopes: tuple[float, ...], queries: Tensor, keys: Tensor) -> Tensor:
+    """Positions int64 [q], [k] -> what is added to their scores, fp32 [1, n, q, k]."""
+    distance = (queries[:, None] - keys).float()
+    return slopes_on(slopes, queries.device)[:, None, None] * -distance.unsqueeze(0).unsqueeze(0)
+
+
+@cache
+def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    """Slopes on a device, fp32 [n], copied once; the host does not wait for the copy."""
+    return torch.tensor(slopes, dtype=torch.float32).to(device, non_blocking=device.type != "cpu")
+
+
+BLOCK = 128  # queries, and keys: torch's default
+
+
+def block_mask(
+    seq_length: int, window_size: int | None, document_ids: Tensor | None, *, device: torch.device
+) -> flex_attention.BlockMask:
+    """Block mask of a whole sequence, for 1 sample or, with documents int64 [B, S], for B; the same for all heads.
+
+    A block whose documents' ids only overlap is computed, and its mask evaluated. So it is exact for any ids, and skips
+    most where ids rise along the sequence.
+    """
+    # First and last place of each block [S/BLOCK]; the last block may be ragged, which is never "whole".
+    first = torch.arange(0, seq_length, BLOCK, device=device)
+    last = (first + BLOCK - 1).clamp_max(seq_length - 1)
+    is_complete = first + BLOCK <= seq_length
+    # [queries, keys] in blocks: some query sees some key; every query sees every key.
+    some, whole = last[:, None] >= first, first[:, None] >= last
+    whole = whole & is_complete[:, None] & is_complete
+    if window_size is not None:
+        some = some & (first[:, None] - last < window_size)
+        whole = whole & (last[:, None] - first < window_size)
+    some, whole = some[None], whole[None]
+    if document_ids is not None:
+        places = torch.arange(len(first) * BLOCK, device=device).clamp_max(seq_length - 1)
+        least, greatest = document_ids[:, places].unflatten(1, (-1, BLOCK)).aminmax(dim=-1)
+        some = some & (least[:, :, None] <= greatest[:, None]) & (greatest[:, :, None] >= least[:, None])
+        whole = whole & (least[:, :, None] == greatest[:, None]) & (greatest[:, :, None] == least[:, None])
+    return flex_attention.BlockMask.from_kv_blocks(
+        *_ordered(some & ~whole),
+        *_ordered(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_visibility(window_size, document_ids),
+        seq_lengths=(seq_length, seq_length),
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [B, q, k] -> of each row of blocks their number [B, 1, q] and their places first [B, 1, q, k], int32."""
+    blocks = blocks.unsqueeze(1)
+    return blocks.sum(-1).int(), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+
+
+def _visibility(
+    window_size: int | None, document_ids: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a query sees a key, as FlexAttention asks: for one place of a sample and a head."""
+
+    def visible(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        if window_size is not None:
+            seen = seen & (query - key < window_size)
+        if document_ids is not None:
+            seen = seen & (document_ids[sample, query] == document_ids[sample, key])
+        return seen
+
+    return visible

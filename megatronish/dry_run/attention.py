@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from megatronish.attention import dropout_attention, flash
-from megatronish.attention.alibi import slopes_on
-from megatronish.attention.block_mask import BLOCK
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.mask import BLOCK, AttentionMask, slopes_on
 from megatronish.ops.dropout import DroppedTile
 from megatronish.ops.library import Operator, OperatorFamily, define
 

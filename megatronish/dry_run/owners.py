@@ -12,7 +12,7 @@ from megatronish.dry_run.ledger import Held, StorageLedger
 from megatronish.engine.engine import Engine
 
 OWNERS = ("weights", "gradients", "optimizer", "activations", "logits", "in flight", "temporary")
-TRANSFERS = "parallel/pipeline/transfers.py"
+TRANSFERS = "parallel/pipeline/executor.py"
 NUM_LARGEST = 8
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatronish.attention.alibi import slopes_on
+from megatronish.attention.mask import slopes_on
 from megatronish.checkpoint.background import HostCopies
 from megatronish.config.config import Config
 from megatronish.data.collate import Collator

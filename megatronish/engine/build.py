@@ -2,7 +2,7 @@
 
 build_stage         the modules of this rank's stage (parallel/pipeline/stage.py)
 with_adapters       adapters of its linear layers; with --quantize-base the layers themselves in 4 bits
-freeze              which parameters learn (trainable.py)
+freeze              which parameters learn
 make_data_parallel  parameters and gradients over the data ranks, as the ZeRO stage says, and their initial values
 split_backward      weight gradients deferred to W actions, where the schedule has them
 add_in_place        weight gradients added to the sums of a step by the layers themselves
@@ -27,37 +27,62 @@ from megatronish.config.sections.preference import PreferenceConfig
 from megatronish.config.sections.recompute import RecomputeConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.names import OBJECTIVE_NAMES
-from megatronish.engine.engine import Engine
-from megatronish.engine.forward import run_chunk
-from megatronish.engine.reference_logprobs import PairPreparation, Scorer
-from megatronish.engine.trainable import Trainable, adapters_alone, everything, freeze, nothing
-from megatronish.engine.update_rule import UpdateRule
+from megatronish.engine.engine import Engine, UpdateRule
+from megatronish.engine.forward import PairPreparation, Scorer, run_chunk
 from megatronish.layers.linear import add_in_place, split_backward
 from megatronish.layers.weight_gradients import WeightGradients
-from megatronish.model.adapters import DEFAULT, add_adapters
+from megatronish.model.adapters import DEFAULT, add_adapters, is_adapter
 from megatronish.model.batch import MicroBatch
-from megatronish.model.block import MakeBlock
 from megatronish.model.compiled import compile_layers, why_not_compiled
-from megatronish.model.execution import Execution
+from megatronish.model.gpt import Execution, MakeBlock
 from megatronish.model.quantised import quantise_base
 from megatronish.model.recompute import Recompute
-from megatronish.objectives.causal_lm import CausalLM
+from megatronish.objectives.objective import CausalLM
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.table import objective_of
-from megatronish.optim.loss_scale import loss_scale_of
-from megatronish.optim.loss_spikes import LossSpikes
+from megatronish.optim.loss_scale import LossSpikes, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
-from megatronish.parallel.data_parallel.data_parallel import DataParallel
+from megatronish.parallel.data_parallel.data_parallel import DataParallel, DataParallelSettings
 from megatronish.parallel.data_parallel.fully_sharded import FullySharded
-from megatronish.parallel.data_parallel.settings import DataParallelSettings
 from megatronish.parallel.data_parallel.zero import Zero
 from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.pipeline.cuda_graph import Record, ReplayingExecutor, record_on_cuda
-from megatronish.parallel.pipeline.executor import Executor
+from megatronish.parallel.pipeline.executor import Boundary, Executor
 from megatronish.parallel.pipeline.stage import ModelStage, build_stage
 from megatronish.parallel.pipeline.stages import Stages
-from megatronish.parallel.pipeline.transfers import Boundary
-from megatronish.parallel.sharding import collect_shardings
+from megatronish.parallel.sharding import Sharding, collect_shardings
+
+Trainable = Callable[[str, Sharding], bool]
+"""Whether a parameter learns, by its name and what it is."""
+
+
+def everything(_name: str, _sharding: Sharding) -> bool:
+    """Choice of an engine that trains the whole model."""
+    return True
+
+
+def adapters_alone(name: str, _sharding: Sharding) -> bool:
+    """Choice of an engine with adapters: the model itself is frozen."""
+    return is_adapter(name)
+
+
+def nothing(_name: str, _sharding: Sharding) -> bool:
+    """Choice of an engine that only evaluates: neither gradients nor masters nor optimizer states."""
+    return False
+
+
+def freeze(stage: ModelStage, trainable: Trainable) -> dict[str, Sharding]:
+    """Take what is not trainable out of autograd; the shardings of what is left to learn.
+
+    A module may have frozen parameters of its own at construction: they stay frozen.
+    """
+    learning = {}
+    for name, parameter in stage.model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and trainable(name, stage.shardings[name]))
+        if parameter.requires_grad:
+            learning[name] = stage.shardings[name]
+    return learning
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,14 +1,30 @@
-"""Forwards of a model chunk for the executor: to train it and to evaluate it, and to score completions by it."""
+"""Forwards of a model chunk for the executor: to train it, to evaluate it, and to score completions by it.
+
+What the losses of pairs of completions need of other passes is computed before the step's own (`PairPreparation`). The
+reference is another model, or the same one without adapters. Its log-probabilities come from forward passes over the
+same micro-batches in the same layout. Numbers of the whole step (mean lengths, KTO's point of comparison) are summed
+over the data ranks before any backward. So no number depends on how a step is cut into micro-batches or over ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatronish.layers.cross_entropy import VocabParallelLogits
-from megatronish.model.batch import MicroBatch
+from megatronish.layers.linear import adapters_off
+from megatronish.layers.vocabulary import VocabParallelLogits
+from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
 from megatronish.model.gpt import GPT
 from megatronish.model.routing import Tally
 from megatronish.objectives.objective import LOSS, LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective, counted_once, pair_scores
-from megatronish.parallel.pipeline.executor import ChunkOutput
+from megatronish.parallel import comm
+from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.pipeline.executor import ChunkOutput, Executor
+from megatronish.parallel.pipeline.stage import ModelStage
 
 
 def run_chunk(
@@ -47,3 +63,75 @@ def score_chunk(model: GPT, chunk: int, x: torch.Tensor | None, batch: MicroBatc
 def _counted(tally: Tally | None, model: GPT) -> dict[str, torch.Tensor]:
     """What the routers of a forward have counted, a row for each layer of the model."""
     return {} if tally is None else tally.stacked(model.config.num_layers)
+
+
+LogProbsOf = Callable[[Sequence[MicroBatch]], list[Tensor]]
+"""Log-probabilities [P, 2] of the completions of each micro-batch; zeros on stages that do not end the model."""
+
+
+class Scorer:
+    """Log-probabilities of completions by a model, a `LogProbsOf`: forward passes without dropout. Collective."""
+
+    def __init__(self, stage: ModelStage, executor: Executor) -> None:
+        self.stage = stage
+        chunks = range(stage.stages.num_chunks)
+        self._executor = executor.with_chunks([partial(score_chunk, stage.model, chunk) for chunk in chunks])
+
+    @torch.no_grad()
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Of micro-batches as this rank holds them."""
+        found: dict[int, Tensor] = {}
+        actions = self.stage.stages.actions(self._executor.stage, len(batches))
+        forwards = [action for action in actions if action.kind == "F"]
+        self._executor.run(forwards, batches, step=None, on_model_output=found.__setitem__)
+        return [found.get(number, _zeros(batch)) for number, batch in enumerate(batches)]
+
+    def without_adapters(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The same by the model that the adapters are for."""
+        with adapters_off(self.stage.model):
+            return self(batches)
+
+
+class PairPreparation:
+    """Completion of the pairs of a step. `reference` None: there is none, or the data have its numbers already."""
+
+    def __init__(self, mesh: Mesh, policy: Scorer, reference: LogProbsOf | None, *, needs_kl: bool) -> None:
+        self.mesh, self.policy, self.reference, self.needs_kl = mesh, policy, reference, needs_kl
+
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of a step, or of an evaluation, with all that their losses need. Collective."""
+        found = list(batches)
+        if self.reference is not None:
+            scores = self.reference(found)
+            found = [_with(each, reference=score) for each, score in zip(found, scores, strict=True)]
+        numbers = self._numbers(found)
+        return [_with(each, of_step=numbers) for each in found]
+
+    def _numbers(self, batches: Sequence[MicroBatch]) -> StepNumbers:
+        """Means over the pairs of all data ranks; cp and tp ranks have the same pairs. The host waits once."""
+        pairs = [_pairs(each) for each in batches]
+        # Lengths of chosen, the same with their prompts, log-ratios; at last how many pairs there are.
+        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        scores = self.policy(batches) if self.needs_kl else []
+        for each in pairs:
+            sums[:2] += torch.stack((each.lengths[:, 0], each.text_lengths[:, 0])).sum(1)
+        for each, score in zip(pairs, scores, strict=False):
+            if each.reference is not None:
+                sums[2] += (score[:, 1] - each.reference[:, 1]).sum()
+        found = torch.cat((sums.cpu(), torch.tensor([sum(len(each.labels) for each in pairs)], dtype=torch.float64)))
+        lengths, texts, ratios, number = comm.all_reduce(found, self.mesh.dp).tolist()
+        return StepNumbers(lengths / number, texts / number, max(ratios / number, 0.0))
+
+
+def _pairs(batch: MicroBatch) -> CompletionPairs:
+    assert batch.pairs is not None, "the batch has no pairs of completions"
+    return batch.pairs
+
+
+def _with(batch: MicroBatch, **fields: Any) -> MicroBatch:
+    """The micro-batch with these fields of its pairs."""
+    return batch.with_pairs(replace(_pairs(batch), **fields))
+
+
+def _zeros(batch: MicroBatch) -> Tensor:
+    return torch.zeros(len(_pairs(batch).labels), 2, device=batch.tokens.device)

@@ -24,8 +24,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Mesh
-from megatronish.parallel.pipeline.executor import ChunkOutput, Executor
-from megatronish.parallel.pipeline.transfers import Boundary
+from megatronish.parallel.pipeline.executor import Boundary, ChunkOutput, Executor
 from megatronish.parallel.schedules.plan import Action, looped
 from megatronish.parallel.streams import torch_stream
 

@@ -15,15 +15,14 @@ from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.layout import ExpertLayout
-from megatronish.engine.build import build_engine, with_adapters
+from megatronish.engine.build import build_engine, nothing, with_adapters
 from megatronish.engine.engine import Engine
-from megatronish.engine.trainable import nothing
 from megatronish.formats.adapters import SavedAdapter, under_names_of_checkpoints
 from megatronish.formats.load_sharded import load_weights
 from megatronish.formats.read_adapter import refuse_other_model
 from megatronish.formats.weights import Description
 from megatronish.inference.saved_model import SavedModel, find_trained
-from megatronish.layers.adapter import select_adapter
+from megatronish.layers.linear import select_adapter
 from megatronish.model.adapters import DEFAULT, is_adapter
 from megatronish.model.gpt import GPT
 from megatronish.parallel.all_or_none import all_or_none

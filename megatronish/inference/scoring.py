@@ -11,7 +11,7 @@ from torch import Tensor
 from megatronish.inference.generate import Sampling, executor_of, generate
 from megatronish.inference.session import Session
 from megatronish.inference.text_stream import TextStream
-from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatronish.layers.vocabulary import vocab_parallel_cross_entropy
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.parallel import comm

@@ -11,9 +11,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from megatronish.layers.adapter import InputDropout
 from megatronish.layers.experts import DOMAIN, StackedLinear
-from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatronish.layers.linear import ColumnParallelLinear, InputDropout, RowParallelLinear
 from megatronish.ops.grouped_mm import Groups
 from megatronish.parallel.sharding import Cut, Init, Sharding
 

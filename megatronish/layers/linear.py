@@ -1,4 +1,4 @@
-"""Linear layers cut over tensor-parallel ranks: column-parallel and row-parallel.
+"""Linear layers cut over tensor-parallel ranks: column-parallel, row-parallel, and the output layer.
 
 The two make a pair (Shoeybi et al. 2019, arXiv:1909.08053). The weight of the first is cut by columns of its output, so
 each rank computes some of the features. The weight of the second is cut by rows of its input, so each rank computes a
@@ -9,22 +9,102 @@ move as many bytes as the all-reduce did.
 A layer owns its weight, its collectives and their overlap; the arithmetic is that of its `product` (product.py). Where
 a layer's `weight_gradients` is set, its backward computes the gradient of its input alone and defers that of the weight
 (weight_gradients.py). Where it is given `sum_of`, its backward adds the weight's gradient there.
+
+A layer may have adapters (`Adaptable`): its product sees the input that the adapter scales, and the adapter adds to the
+output.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatronish.layers.adapter import Adaptable, InputDropout
-from megatronish.layers.embedding import VocabParallelEmbedding
 from megatronish.layers.product import DENSE, Product
+from megatronish.layers.vocabulary import VocabParallelEmbedding
 from megatronish.layers.weight_gradients import SumOf, WeightGradients
+from megatronish.ops.grouped_mm import Groups
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.parallel.sharding import Cut, Init, Sharding
+
+
+class InputDropout(Protocol):
+    """Dropout on the inputs of a transformer layer's adapters, in one forward of training."""
+
+    def of_input(self, x: Tensor, *, site: str, rate: float, first_column: int = 0, is_whole: bool = False) -> Tensor:
+        """[s, B, in] -> [s, B, in]: columns from `first_column` on of the global input.
+
+        x holds this rank's own positions, or with `is_whole` those of all tp ranks.
+        """
+        ...
+
+
+class Adapter(Protocol):
+    """Adapter of a column-parallel or row-parallel layer."""
+
+    def scaled_input(self, x: Tensor, /) -> Tensor:
+        """The layer's input as the layer is to see it."""
+        ...
+
+    def __call__(self, x: Tensor, y: Tensor, drop: InputDropout | None, /) -> Tensor:
+        """The layer's output y, reduced and with its bias, adapted; x is the layer's input."""
+        ...
+
+
+class GroupedAdapter(Protocol):
+    """Adapter of a layer of experts: one for each expert that this rank holds."""
+
+    def scaled_input(self, x: Tensor, groups: Groups, /) -> Tensor:
+        """The rows as the layer is to see them."""
+        ...
+
+    def __call__(self, x: Tensor, y: Tensor, groups: Groups, /) -> Tensor:
+        """The layer's output y, adapted. x are the layer's rows, sorted by expert."""
+        ...
+
+
+class Adaptable(nn.Module):
+    """Layer that may have adapters, by their names, of which the one called `active_adapter` is applied.
+
+    `section_names` name the parts of its output that an adapter is for.
+    """
+
+    section_names: tuple[str, ...] = ()
+    active_adapter: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict()
+
+    @property
+    def adapter(self) -> Any:
+        """The adapter that is applied: an `Adapter`, of experts a `GroupedAdapter`, or None."""
+        name = self.active_adapter
+        return self.adapters[name] if name is not None and name in self.adapters else None
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapters, as a context; those that were applied before are applied again afterwards."""
+    layers = [module for module in model.modules() if isinstance(module, Adaptable)]
+    before = [layer.active_adapter for layer in layers]
+    select_adapter(model, None)
+    try:
+        yield
+    finally:
+        for layer, name in zip(layers, before, strict=True):
+            layer.active_adapter = name
+
+
+def select_adapter(model: nn.Module, name: str | None) -> None:
+    """From now on the model's linear layers apply the adapter of this name, those that have it; None: no adapter."""
+    for module in model.modules():
+        if isinstance(module, Adaptable):
+            module.active_adapter = name
+
 
 ALONE = TensorParallel(Axis("alone"))
 
@@ -247,3 +327,49 @@ class _Linear(torch.autograd.Function):
         if learns and not at_once:
             ctx.weight_gradients.defer(ctx.parameter, dy, x, axis=tp.sequence_axis, product=product)
         return reducing.wait(), dweight, dbias, None, None, None, None
+
+
+class OutputLayer(ColumnParallelLinear):
+    """Output layer with a weight of its own, [S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp].
+
+    Padding of the vocabulary is not part of the weight's global tensor.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        padded_vocab_size: int,
+        *,
+        tp: TensorParallel,
+        init_std: float,
+    ) -> None:
+        super().__init__(hidden_size, padded_vocab_size, tp=tp, bias=False, init_std=init_std)
+        self.vocab_size = vocab_size
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Rows are cut over tp, like the embedding's."""
+        shape = (self.vocab_size, self.in_features)
+        return {"weight": Sharding(shape, (Cut(0, "tp", self.sections),), role="head", init=Init(self.init_std))}
+
+
+class TiedOutputLayer(LinearLayer):
+    """Output layer that multiplies by the token embedding (Press & Wolf 2017, arXiv:1608.05859).
+
+    [S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp]. It owns no parameter.
+    """
+
+    def __init__(self, embedding: VocabParallelEmbedding) -> None:
+        super().__init__()
+        # A module inside a tuple is not a submodule: the weight has one name, the embedding's. It is looked up at each
+        # use, for wrappers replace parameters.
+        self._embedding = (embedding,)
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]  # read alone: the embedding owns it
+        """The embedding's table, [V/tp, D]."""
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
+        return self.multiply(x, None, tp=self._embedding[0].tp)

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatronish.layers.adapter import InputDropout
 from megatronish.layers.experts import DOMAIN, GroupedProduct, StackedLinear
-from megatronish.layers.linear import ALONE, ColumnParallelLinear, RowParallelLinear, linear
+from megatronish.layers.linear import ALONE, ColumnParallelLinear, InputDropout, RowParallelLinear, linear
 from megatronish.ops.grouped_mm import Groups
 from megatronish.parallel import comm
 from megatronish.parallel.sharding import Cut, Init, Sharding

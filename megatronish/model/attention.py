@@ -7,9 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.attend import attend
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.mask import AttentionMask, alibi_slopes
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -28,7 +27,7 @@ class CoreAttention:
     """Core attention, softmax(q k^T / sqrt(H)) v, with the settings that all layers of a model share.
 
     `cp` is the axis over which the sequence is cut, `method` how a rank reaches the rest of it (attend.py), `backend`
-    what computes a whole sequence (core.py). `recompute`: the backward computes it again from q, k and v (selective
+    what computes a whole sequence (flash.py). `recompute`: the backward computes it again from q, k and v (selective
     recomputation).
     """
 

@@ -28,7 +28,7 @@ class CompletionPairs:
 
     `of_labels` says which text each label belongs to: 2 p and 2 p + 1 are those of pair p, 2 P is none of them. Lengths
     are counted when the micro-batch is made, of whole sequences. The numbers of the step and of the reference are
-    filled in before the forward (engine/reference_logprobs.py); the latter may come with the data.
+    filled in before the forward (engine/forward.py); the latter may come with the data.
     """
 
     of_labels: Tensor  # int64 [B, S]

@@ -24,9 +24,9 @@ from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowPara
 from megatronish.layers.norm import AllHeadsNorm
 from megatronish.layers.product import DENSE
 from megatronish.model.attention import Attention, CoreAttention
-from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
+from megatronish.model.gpt import TransformerBlock
 from megatronish.ops.library import accumulation_dtype
 
 MAX_GRAPHS = 64

@@ -49,7 +49,7 @@ class Context:
         return self.dropout.hidden(x, site=site, positions=self.positions, rate=rate, residual=residual)
 
     def of_input(self, x: Tensor, *, site: str, rate: float, first_column: int = 0, is_whole: bool = False) -> Tensor:
-        """[s, B, in] -> [s, B, in]: dropout on the input of an adapter (layers/adapter.py)."""
+        """[s, B, in] -> [s, B, in]: dropout on the input of an adapter (layers/linear.py)."""
         if self.dropout is None:
             return x
         positions = self.dropout.all_positions if is_whole else self.positions

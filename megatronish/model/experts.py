@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.layers.capacity import Capacity, kept_choices
-from megatronish.layers.dispatch import make_route
+from megatronish.layers.dispatch import Capacity, kept_choices, make_route
 from megatronish.layers.experts import Experts
 from megatronish.layers.router import (
     Router,

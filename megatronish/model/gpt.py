@@ -6,32 +6,111 @@ norm after the embedding), the dense parts of gpt-oss (sinks, windows in some la
 (Mixtral, Qwen-MoE, OLMoE). Parameters carry the names they have in the whole model, whatever chunk they are in.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from megatronish.attention.cached import KeyValueCache
 from megatronish.attention.zigzag import places_of
 from megatronish.config.sections.model import ModelConfig
-from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatronish.config.sections.training import AttentionBackend
+from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.layers.dropout import Dropout
-from megatronish.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from megatronish.layers.linear import deferrable_weights
+from megatronish.layers.linear import OutputLayer, TiedOutputLayer, deferrable_weights
 from megatronish.layers.norm import Norm
-from megatronish.layers.output import OutputLayer, TiedOutputLayer
 from megatronish.layers.router import Balance, Router
+from megatronish.layers.vocabulary import PositionEmbedding, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.batch import MicroBatch
-from megatronish.model.block import MakeBlock, make_block_of
 from megatronish.model.context import CausalMasks, Context, make_context
-from megatronish.model.execution import Execution
 from megatronish.model.experts import MixtureOfExperts
-from megatronish.model.recompute import recompute
+from megatronish.model.mlp import MLP
+from megatronish.model.recompute import Recompute, recompute
 from megatronish.model.rope import RotaryEmbedding
 from megatronish.model.routing import Tally
-from megatronish.parallel.mesh import TensorParallel
+from megatronish.parallel.mesh import Axis, TensorParallel
+from megatronish.specs.layers import ExpertsSpec, layer_specs
 from megatronish.watch.record import RankRecord
+
+
+class MakeBlock(Protocol):
+    """Constructor of layer number `layer` of the whole model: a module (x [S, B, D], Context) -> x."""
+
+    def __call__(self, config: ModelConfig, /, *, layer: int, tp: TensorParallel, core: CoreAttention) -> nn.Module: ...
+
+
+class TransformerBlock(nn.Module):
+    """Layer number `layer` of the whole model, as its spec says.
+
+    [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
+    """
+
+    def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        spec = layer_specs(config)[layer]
+        make_norm = partial(
+            Norm,
+            config.hidden_size,
+            kind=config.normalization,
+            epsilon=config.norm_epsilon,
+            partial=tp.cuts_sequence,
+            one_plus=config.apply_layernorm_1p,
+        )
+        # Residual outputs start smaller, so that their sum over the depth does not grow (Radford et al. 2019).
+        output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
+        self.attention_norm = make_norm()
+        self.attention = Attention(config, spec.attention, layer=layer, tp=tp, core=core, output_std=output_std)
+        self.mlp_norm = make_norm()
+        self.mlp: MLP | MixtureOfExperts
+        if isinstance(spec.mlp, ExpertsSpec):
+            self.mlp = MixtureOfExperts(config, spec.mlp, layer=layer, tp=tp, output_std=output_std)
+        else:
+            self.mlp = MLP(config, spec.mlp, tp=tp, output_std=output_std)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x + attention(norm(x)), then x + MLP(norm(x)), each sublayer's output with dropout."""
+        rate = self.config.hidden_dropout
+        attended = self.attention(self.attention_norm(x), context)
+        if context.dropout is None or rate == 0.0:
+            normalised, x = self.mlp_norm.of_sum(x, attended)
+        else:
+            x = context.drop(attended, site="attention_output", rate=rate, residual=x)
+            normalised = self.mlp_norm(x)
+        return context.drop(self.mlp(normalised, context), site="mlp_output", rate=rate, residual=x)
+
+
+BLOCKS: dict[str, Callable[..., nn.Module]] = {"transformer": TransformerBlock}
+"""The blocks of --block, each a `MakeBlock`; `LAYERS` of specs/layers.py has their specs, under the same names."""
+
+
+def make_block_of(config: ModelConfig) -> MakeBlock:
+    """The maker of the block that a config names, with its options."""
+    return partial(BLOCKS[config.block], **options_of(BLOCK_NAMES, config.block, config.block_args))
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How forward and backward of a GPT are computed: context parallelism, attention backend, recomputation, dropout.
+
+    `cp_comm_type` and `attention_backend` are the options of these names; `dropout_seed` is the seed of dropout masks.
+    """
+
+    cp: Axis = field(default_factory=partial(Axis, "cp"))
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
+    attention_backend: AttentionBackend = "auto"
+    recompute: Recompute = field(default_factory=Recompute)
+    dropout_seed: int = 0
+
+    def core_attention(self) -> CoreAttention:
+        """Core attention with these settings, for every layer."""
+        return CoreAttention(
+            self.cp, self.cp_comm_type, self.attention_backend, recompute=self.recompute.granularity == "selective"
+        )
 
 
 class Embedding(nn.Module):

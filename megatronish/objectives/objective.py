@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from megatronish.layers.cross_entropy import VocabParallelLogits
+from megatronish.layers.vocabulary import VocabParallelLogits
 from megatronish.model.batch import MicroBatch
 
 Sums = dict[str, Tensor]
@@ -68,3 +68,17 @@ def metrics_of(objective: object, sums: Mapping[str, float], *, weight: int) -> 
     """Metrics of a step from its sums over all ranks and their divisor."""
     divided = {name: value / max(weight, 1) for name, value in sums.items()}
     return objective.reported(divided) if isinstance(objective, ReportingObjective) else divided
+
+
+class CausalLM:
+    """Next-token prediction, an `Objective`. `batch.loss_mask` says which predictions count."""
+
+    names: tuple[str, ...] = (LOSS,)
+
+    def weight(self, batch: MicroBatch) -> int:
+        """Number of unmasked predictions of a micro-batch."""
+        return batch.num_loss_tokens
+
+    def sums(self, token_losses: Tensor, batch: MicroBatch) -> Sums:
+        """[S/cp, B] -> the sum over the unmasked predictions."""
+        return {LOSS: (token_losses * batch.loss_mask.t()).sum()}

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from megatronish.config.config import Config
 from megatronish.core.names import OBJECTIVE_NAMES, options_of
-from megatronish.objectives.causal_lm import CausalLM
 from megatronish.objectives.cpo import CPO, SimPO
 from megatronish.objectives.dpo import DPO, IPO
 from megatronish.objectives.kto import KTO
+from megatronish.objectives.objective import CausalLM
 from megatronish.objectives.orpo import ORPO
 from megatronish.objectives.pairs import AnyObjective
 

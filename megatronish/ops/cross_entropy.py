@@ -5,7 +5,7 @@
     target   = the label's logit; 0 where the label is another rank's
     gradient = exp(logits - maximum) * factor - grad * (column is the label); 0 in columns of padding
 
-The first three are one number a token, from which the tp ranks compute the loss together (layers/cross_entropy.py).
+The first three are one number a token, from which the tp ranks compute the loss together (layers/vocabulary.py).
 Statistics and arithmetic are fp32. Shapes: T tokens, C columns (this rank's shard of the vocabulary, with padding).
 
 The logits are the largest tensor of a step, so only one tensor of their size exists. The kernels read the logits once

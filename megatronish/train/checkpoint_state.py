@@ -13,7 +13,7 @@ from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, with_fields
 from megatronish.engine.engine import Engine
 from megatronish.model.adapters import is_adapter
-from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatronish.optim.schedules import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.parallel import comm
 
 FACTS = ("config", "vocab_size", "data", "eod")

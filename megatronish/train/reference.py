@@ -17,8 +17,7 @@ from megatronish.core.files import AtomicFile
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
 from megatronish.data.collate import Collator
-from megatronish.engine.batches import on_rank
-from megatronish.engine.engine import Engine
+from megatronish.engine.engine import Engine, on_rank
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import all_or_none

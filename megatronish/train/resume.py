@@ -31,7 +31,7 @@ from megatronish.formats import native
 from megatronish.formats.load_sharded import load_weights, open_hf
 from megatronish.formats.start import of_another_format
 from megatronish.formats.upcycle import upcycled
-from megatronish.optim.learning_rate import LearningRateSchedule
+from megatronish.optim.schedules import LearningRateSchedule
 from megatronish.parallel.all_or_none import all_or_none, from_one, same_on_all
 from megatronish.parallel.mesh import Axis
 from megatronish.train.base_model import Base, load_base, refuse_adapters, refuse_other_base, refuse_other_reference

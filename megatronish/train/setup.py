@@ -34,8 +34,12 @@ from megatronish.objectives.objective import LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.per_dataset import PerDataset
 from megatronish.objectives.table import objective_of
-from megatronish.optim.batch_size import BatchSizeSchedule, batch_sizes_of
-from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatronish.optim.schedules import (
+    BatchSizeSchedule,
+    LearningRateSchedule,
+    batch_sizes_of,
+    build_learning_rate_schedule,
+)
 from megatronish.parallel.mesh import Mesh
 from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 from megatronish.train.hooks.log import Speed

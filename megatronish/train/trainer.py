@@ -25,8 +25,7 @@ from megatronish.engine.engine import Engine
 from megatronish.engine.nan_origin import find_origin
 from megatronish.engine.results import NotFiniteError, StepResult
 from megatronish.model.batch import MicroBatch
-from megatronish.optim.batch_size import BatchSizeSchedule
-from megatronish.optim.learning_rate import LearningRateSchedule
+from megatronish.optim.schedules import BatchSizeSchedule, LearningRateSchedule
 from megatronish.parallel.ranges import DATA, UPDATE, marked
 from megatronish.watch.record import PhaseName, RankRecord
 

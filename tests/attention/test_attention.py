@@ -10,9 +10,8 @@ import torch
 from documents import documents_of, sees
 from torch import Tensor
 
-from megatronish.attention.alibi import alibi_slopes
-from megatronish.attention.core import attend_alone
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.flash import attend_alone
+from megatronish.attention.mask import AttentionMask, alibi_slopes
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.layers.dropout import Dropout
 from megatronish.ops import softmax

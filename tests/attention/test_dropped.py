@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megatronish.attention import dropout_attention
-from megatronish.attention.alibi import alibi_slopes
-from megatronish.attention.core import attend_alone
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.flash import attend_alone
+from megatronish.attention.mask import AttentionMask, alibi_slopes
 from megatronish.ops import dropout_on_cpu
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.native import Native

@@ -16,10 +16,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.overrides import TorchFunctionMode
 
 from megatronish.attention import flash
-from megatronish.attention.alibi import alibi_slopes
-from megatronish.attention.block_mask import BLOCK
 from megatronish.attention.flash import AttentionProblem, flash_attention, has_flash, kernel_for, masked_by_blocks
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.mask import BLOCK, AttentionMask, alibi_slopes
 
 PLAIN = AttentionProblem("cuda", torch.bfloat16, 128, is_grouped=False, is_masked=False, capability=(9, 0))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

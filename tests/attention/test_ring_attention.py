@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatronish.attention import tile
-from megatronish.attention.alibi import alibi_slopes
 from megatronish.attention.attend import attend
-from megatronish.attention.core import attend_alone
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.flash import attend_alone
+from megatronish.attention.mask import AttentionMask, alibi_slopes
 from megatronish.attention.zigzag import places_of
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place

@@ -21,7 +21,7 @@ from megatronish.config.fields import FIELDS
 from megatronish.config.read import read_config
 from megatronish.core.errors import UserError
 from megatronish.formats.start import read_start
-from megatronish.optim.learning_rate import build_learning_rate_schedule
+from megatronish.optim.schedules import build_learning_rate_schedule
 from megatronish.report.first_lines import dry_run
 
 MODEL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--mock-data", "--vocab-size", "64"]

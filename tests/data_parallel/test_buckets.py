@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.parallel.data_parallel.gradients import GradientBuckets
-from megatronish.parallel.data_parallel.plan import BucketPlan, Source, plan_buckets
-from megatronish.parallel.data_parallel.settings import DataParallelSettings
+from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
+from megatronish.parallel.data_parallel.gradients import BucketPlan, GradientBuckets, Source, plan_buckets
 from megatronish.parallel.mesh import Axis, Domain, Mesh
 from megatronish.parallel.sharding import Cut, Sharding
 

@@ -19,7 +19,7 @@ from megatronish.config.read import read_config
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.model.block import TransformerBlock
+from megatronish.model.gpt import TransformerBlock
 from megatronish.parallel.mesh import Mesh
 from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.train.run import start_mesh

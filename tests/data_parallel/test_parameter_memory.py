@@ -11,9 +11,8 @@ from jobs import VOCABULARY, tiny
 from ranks import run_ranks
 
 from megatronish.config.read import read_config
-from megatronish.engine.build import build_engine
+from megatronish.engine.build import Trainable, build_engine, everything, nothing
 from megatronish.engine.engine import Engine
-from megatronish.engine.trainable import Trainable, everything, nothing
 from megatronish.launch.place import Place
 from megatronish.parallel.data_parallel.zero import Zero
 from megatronish.parallel.sharding import Sharding

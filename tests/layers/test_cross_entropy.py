@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatronish.layers.vocabulary import vocab_parallel_cross_entropy
 from megatronish.ops import cross_entropy
 from megatronish.parallel.mesh import Axis, Mesh
 

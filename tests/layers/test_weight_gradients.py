@@ -10,22 +10,20 @@ from torch.utils.checkpoint import checkpoint
 
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
-from megatronish.layers.embedding import VocabParallelEmbedding
 from megatronish.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
+    TiedOutputLayer,
     add_in_place,
     deferrable_weights,
     split_backward,
 )
-from megatronish.layers.output import TiedOutputLayer
 from megatronish.layers.product import Product
+from megatronish.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.model.batch import MicroBatch
-from megatronish.parallel.data_parallel.gradients import GradientBuckets
-from megatronish.parallel.data_parallel.plan import Source, plan_buckets
-from megatronish.parallel.data_parallel.settings import DataParallelSettings
+from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
+from megatronish.parallel.data_parallel.gradients import GradientBuckets, Source, plan_buckets
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.pipeline.executor import Boundary, ChunkOutput, Executor
 from megatronish.parallel.schedules.draw import label

@@ -12,8 +12,7 @@ from megatronish.attention.cached import KeyValueCache
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.model.batch import MicroBatch
-from megatronish.model.execution import Execution
-from megatronish.model.gpt import GPT, ModelChunk
+from megatronish.model.gpt import GPT, Execution, ModelChunk
 from megatronish.model.rope import RotaryEmbedding, Rotation, rotate
 from megatronish.parallel.mesh import dense_domain
 from megatronish.parallel.sharding import collect_shardings, initialize

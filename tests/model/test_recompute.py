@@ -25,8 +25,7 @@ from megatronish.estimate.costs.layer_kind_memory import bytes_per_score
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import SITES
 from megatronish.model.batch import MicroBatch
-from megatronish.model.execution import Execution
-from megatronish.model.gpt import GPT
+from megatronish.model.gpt import GPT, Execution
 from megatronish.model.recompute import Recompute
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.sharding import collect_shardings, initialize

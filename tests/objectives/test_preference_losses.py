@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.engine.reference_logprobs import PairPreparation, Scorer
+from megatronish.engine.forward import PairPreparation, Scorer
 from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
-from megatronish.objectives.causal_lm import CausalLM
 from megatronish.objectives.cpo import CPO, SimPO
 from megatronish.objectives.dpo import DPO, IPO
 from megatronish.objectives.kto import KTO
+from megatronish.objectives.objective import CausalLM
 from megatronish.objectives.orpo import ORPO
 from megatronish.objectives.pairs import PairObjective, PairScores, counted_once, pair_scores
 from megatronish.parallel.mesh import Axis, Mesh

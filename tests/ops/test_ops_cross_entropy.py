@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from kernel_runs import NAMESPACE, kernels, needs_compiler
 from torch import Tensor
 
-from megatronish.layers import cross_entropy as layer
-from megatronish.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatronish.layers import vocabulary as layer
+from megatronish.layers.vocabulary import vocab_parallel_cross_entropy
 from megatronish.ops.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megatronish.parallel.mesh import Axis
 

@@ -9,8 +9,14 @@ import pytest
 from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.training import TrainingConfig
-from megatronish.optim.batch_size import BatchSizeSchedule, RampUp, StepWise, batch_sizes_of
-from megatronish.optim.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatronish.optim.schedules import (
+    BatchSizeSchedule,
+    LearningRateSchedule,
+    RampUp,
+    StepWise,
+    batch_sizes_of,
+    build_learning_rate_schedule,
+)
 
 
 def schedule_of(

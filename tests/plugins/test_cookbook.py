@@ -24,7 +24,7 @@ from megatronish.engine.build import build_engine
 from megatronish.estimate.costs.layer_kind_memory import LayerMemory, layer_kinds
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.launch.place import Place
-from megatronish.layers.cross_entropy import VocabParallelLogits
+from megatronish.layers.vocabulary import VocabParallelLogits
 from megatronish.model.gpt import GPT
 from megatronish.optim.masters import Masters
 from megatronish.optim.optimizer import OPTIMIZERS

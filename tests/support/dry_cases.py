@@ -102,7 +102,7 @@ class Case(NamedTuple):
         found = {
             "engine/results.py": 1,
             "layers/dispatch.py": self.num_expert_layers * self.num_microbatches,
-            "parallel/data_parallel/offload.py": int(self.chosen["state"] == "offloaded" and self.zero > 0),
+            "parallel/data_parallel/zero.py": int(self.chosen["state"] == "offloaded" and self.zero > 0),
         }
         return {file: number for file, number in found.items() if number}
 
@@ -240,7 +240,7 @@ SINGLE = [
         "--moe-router-load-balancing-type global_aux_loss --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --ep 4 --etp 1 --optimizer-cpu-offload --dp-replicate 2",
         dp=4,
-        more_waits={"parallel/data_parallel/offload.py": 1},
+        more_waits={"parallel/data_parallel/zero.py": 1},
     ),
     SingleCase("Qwen3-30B-A3B, small", "experts", QWEN3_MOE, "", 1, 0, num_layers=2),
     SingleCase("Qwen3-30B-A3B, small, in fp32", "experts", QWEN3_MOE, "", 1, 0, num_layers=2, precision=""),

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from megatronish.launch.rank import _Copied
-from megatronish.report.console import Console, Part, compact_parts, full_line, with_prefix
-from megatronish.report.metrics import duration
+from megatronish.report.metrics import Console, Part, compact_parts, duration, full_line, with_prefix
 from megatronish.train.hooks.log import Pace
 
 VALUES: dict[str, Any] = {

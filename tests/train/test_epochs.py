@@ -11,7 +11,7 @@ from ranks import RankError
 
 from megatronish.data.sample import DatasetSettings, DatasetSource, samples_of_epochs
 from megatronish.data.samples import GPTSamples, open_gpt_samples
-from megatronish.optim.batch_size import BatchSizeSchedule
+from megatronish.optim.schedules import BatchSizeSchedule
 
 TEXT = "--tokenizer-type null --split 1,0,0 --attention-dropout 0 --hidden-dropout 0 --log-interval 1"
 

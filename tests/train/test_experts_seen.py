@@ -11,8 +11,7 @@ from jobs import tiny, train_on_ranks
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatronish.report.console import compact_parts
-from megatronish.report.metrics import console_parts
+from megatronish.report.metrics import compact_parts, console_parts
 from megatronish.report.plot import read_lines
 from megatronish.report.plot_experts import plot_experts, read_counts
 

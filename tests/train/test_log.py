@@ -14,8 +14,7 @@ import torch
 
 from megatronish.config.sections.run import LogConfig
 from megatronish.engine.results import StepResult
-from megatronish.report.console import Console
-from megatronish.report.metrics import points
+from megatronish.report.metrics import Console, points
 from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.folder import add_line
 from megatronish.train.hooks.log import Log, Speed

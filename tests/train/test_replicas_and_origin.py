@@ -18,7 +18,7 @@ from megatronish.engine.engine import Engine
 from megatronish.engine.nan_origin import find_origin
 from megatronish.engine.results import NotFiniteError
 from megatronish.launch.place import Place
-from megatronish.optim.loss_spikes import FEWEST, LossSpikes
+from megatronish.optim.loss_scale import FEWEST, LossSpikes
 from megatronish.optim.optimizer import Optimizer
 from megatronish.train import trainer as trainer_module
 from megatronish.train.hooks.replicas import _hash, copies_of, differences

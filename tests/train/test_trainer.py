@@ -19,8 +19,7 @@ from megatronish.engine.results import StepResult, Votes
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS
-from megatronish.optim.batch_size import BatchSizeSchedule
-from megatronish.optim.learning_rate import LearningRateSchedule
+from megatronish.optim.schedules import BatchSizeSchedule, LearningRateSchedule
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, Mesh, leave
 from megatronish.train.hooks.stop import REASONS, SAVE, Stopper

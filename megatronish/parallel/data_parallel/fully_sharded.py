@@ -30,9 +30,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 
 from megatronish.parallel import comm
-from megatronish.parallel.data_parallel.offload import OffloadedGradients, memory_on
-from megatronish.parallel.data_parallel.plan import BucketPlan, plan_buckets
-from megatronish.parallel.data_parallel.settings import DataParallelSettings
+from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
+from megatronish.parallel.data_parallel.gradients import BucketPlan, plan_buckets
+from megatronish.parallel.data_parallel.zero import OffloadedGradients, memory_on
 from megatronish.parallel.mesh import Axis, Domain
 from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding, fill_initial, flat_pieces
 from megatronish.watch.record import LineRecord

@@ -2,6 +2,11 @@
 
 Rajbhandari et al. 2020 (arXiv:1910.02054). All three are one thing with two numbers: over how many ranks a bucket is
 sharded, and over how many these are replicated. Plain data parallelism shards over one.
+
+Offloaded gradients: copies in the CPU's memory, where masters live and the optimizer steps them.
+On CUDA the copies go through pinned memory and no rank waits for them one by one: they start as soon as gradients are
+summed, run while the norm is taken and agreed upon, and are waited for together. The way back, masters into the model,
+is not waited for at all: what computes next on the device comes after it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.parallel import comm
-from megatronish.parallel.data_parallel.gradients import GradientBuckets
-from megatronish.parallel.data_parallel.offload import OffloadedGradients, memory_on
-from megatronish.parallel.data_parallel.plan import BucketPlan, Source, plan_buckets
-from megatronish.parallel.data_parallel.settings import DataParallelSettings
+from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
+from megatronish.parallel.data_parallel.gradients import BucketPlan, GradientBuckets, Source, plan_buckets
 from megatronish.parallel.mesh import Domain
+from megatronish.parallel.pinned import Form, pinned_zeros
 from megatronish.parallel.sharding import Shard, Sharding, fill_zeros, flat_pieces
+
 
 # Flat parameter buffers (ZeRO 0 to 2): the model computes with views of them, and each rank keeps masters of its part.
 #
@@ -26,8 +31,6 @@ from megatronish.parallel.sharding import Shard, Sharding, fill_zeros, flat_piec
 # allocated, what is frozen in the precision of the run: while a rank is built it holds what it keeps, and one bucket in
 # fp32 at most. After an update the parts are gathered, in the order in which a forward needs them, and each layer waits
 # for its own when its forward begins: what is left of the all-gather overlaps with the layers before it.
-
-
 class FlatParameters:
     """Parameters in flat buffers of `settings.dtype` (integers: of their own), with the initial values of a seed.
 
@@ -203,3 +206,40 @@ class Zero:
     def wait_for_offload(self) -> None:
         """Returns once the gradients are where the optimizer reads them."""
         self._offloaded.finish()
+
+
+def memory_on(device: torch.device, like: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros of these shapes there; in memory that a GPU can copy from and to without waiting if it is the CPU's."""
+    if device.type == "cpu" and any(each.device.type == "cuda" for each in like):
+        return pinned_zeros([Form(tuple(each.shape), each.dtype) for each in like])
+    return [torch.zeros(each.shape, dtype=each.dtype, device=device) for each in like]
+
+
+class OffloadedGradients:
+    """Flat gradients as the optimizer reads them: themselves, or copies of them where masters live."""
+
+    def __init__(self, gradients: Sequence[Tensor], masters_on: torch.device | None) -> None:
+        self._gradients, self._are_apart, self._factor = gradients, masters_on is not None, 1.0
+        self.tensors = gradients if masters_on is None else memory_on(masters_on, gradients)
+
+    def start(self) -> None:
+        """Start to copy: the gradients are summed."""
+        self._factor = 1.0
+        if self._are_apart:
+            for gradient, copy in zip(self._gradients, self.tensors, strict=True):
+                copy.copy_(gradient, non_blocking=True)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the copies, too, once they have come."""
+        self._factor *= factor
+
+    def finish(self) -> None:
+        """Returns once the copies are complete."""
+        if not self._are_apart:
+            return
+        for device in {gradient.device for gradient in self._gradients if gradient.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        if self._factor != 1.0:
+            for copy in self.tensors:
+                copy.mul_(self._factor)
+        self._factor = 1.0

@@ -9,9 +9,7 @@ import torch
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.model.block import MakeBlock
-from megatronish.model.execution import Execution
-from megatronish.model.gpt import GPT, ModelChunk
+from megatronish.model.gpt import GPT, Execution, MakeBlock, ModelChunk
 from megatronish.parallel.mesh import Mesh, TensorParallel
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.plan import StageChunk

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatronish.engine.engine import Engine
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Metrics, metrics_of
-from megatronish.report.console import Console
+from megatronish.report.metrics import Console
 from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.folder import add_line
 from megatronish.train.trainer import Hook, StepRecord, Trainer

@@ -14,8 +14,7 @@ import torch
 from tqdm import tqdm
 
 from megatronish.config.sections.run import LogConfig
-from megatronish.report.console import Console
-from megatronish.report.metrics import Value, file_line, points
+from megatronish.report.metrics import Console, Value, file_line, points
 from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.folder import add_line
 from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer

@@ -10,7 +10,7 @@ from megatronish.config.config import Config
 from megatronish.engine.engine import Engine
 from megatronish.estimate.planner.forecast import forecast
 from megatronish.parallel.mesh import Mesh
-from megatronish.report.console import Console
+from megatronish.report.metrics import Console
 from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.hooks.evaluate import Evaluate
