@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.config.sections.recompute import RecomputeConfig
-from megatronish.config.sections.training import TrainingConfig
+from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import Memory
 from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan

@@ -23,8 +23,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
-from megatronish.data.collate import Collator
-from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.engine.build import build_engine
 from megatronish.estimate.costs.flops import model_flops_per_token

@@ -14,22 +14,22 @@ from megatronish.config.sections.data import DataConfig as DataConfig
 from megatronish.config.sections.model import ModelConfig as ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig as OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig as ParallelConfig
-from megatronish.config.sections.recompute import RecomputeConfig as RecomputeConfig
 from megatronish.config.sections.run import CheckpointConfig as CheckpointConfig
 from megatronish.config.sections.run import LogConfig as LogConfig
+from megatronish.config.sections.training import RecomputeConfig as RecomputeConfig
 from megatronish.config.sections.training import TrainingConfig as TrainingConfig
 
 # Errors
 from megatronish.core.errors import RunError as RunError
 from megatronish.core.errors import UserError as UserError
 from megatronish.core.layout import Layout as Layout
-
-# Data
-from megatronish.data.collate import Collator as Collator
 from megatronish.data.datasets import DATASETS as DATASETS
 from megatronish.data.indexed import IndexedTokens as IndexedTokens
 from megatronish.data.indexed import IndexedWriter as IndexedWriter
 from megatronish.data.loader import BatchShare as BatchShare
+
+# Data
+from megatronish.data.loader import Collator as Collator
 from megatronish.data.loader import micro_batches as micro_batches
 from megatronish.data.mock import MockSamples as MockSamples
 from megatronish.data.preprocess import preprocess as preprocess
@@ -74,13 +74,13 @@ from megatronish.parallel.mesh import Axis as Axis
 from megatronish.parallel.mesh import Mesh as Mesh
 from megatronish.parallel.mesh import TensorParallel as TensorParallel
 from megatronish.parallel.mesh import leave as leave
-
-# Pipeline schedules
-from megatronish.parallel.schedules.draw import draw as draw
 from megatronish.parallel.schedules.simulate import Costs as Costs
 from megatronish.parallel.schedules.simulate import simulate as simulate
 from megatronish.parallel.schedules.table import SCHEDULES as SCHEDULES
 from megatronish.parallel.schedules.table import PipelineSchedule as PipelineSchedule
+
+# Pipeline schedules
+from megatronish.parallel.schedules.timeline import draw as draw
 from megatronish.parallel.sharding import Sharding as Sharding
 from megatronish.tokenizer.tokenizer import Tokenizer as Tokenizer
 from megatronish.tokenizer.tokenizer import build_tokenizer as build_tokenizer

@@ -40,8 +40,7 @@ from megatronish.parallel.schedules.table import SCHEDULES, PipelineSchedule
 from megatronish.specs.layers import LAYERS, LayerSpec
 from megatronish.tokenizer.names import TOKENIZER_NAMES
 from megatronish.tokenizer.tokenizer import TOKENIZERS, Tokenizer
-from megatronish.train.hooks.table import HOOKS
-from megatronish.train.trainer import Hook
+from megatronish.train.trainer import HOOKS, Hook
 
 __all__ = [
     "register_block",

@@ -15,8 +15,8 @@ from paths import ROOT
 from plugged import EXAMPLES, forgotten
 
 from megatronish.commands.finetune import with_start
+from megatronish.commands.main import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.commands.main import run as run_command
-from megatronish.commands.table import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
 from megatronish.config.read import ConfigError, read_config

@@ -16,8 +16,7 @@ from theorem_cases import RECOMPUTE
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.layout import Layout
-from megatronish.data.collate import Collator
-from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.launch.place import Place
 from megatronish.optim.loss_scale import DynamicLossScale
 from megatronish.parallel.mesh import Mesh

@@ -95,7 +95,7 @@ WITHOUT_TORCH = (
     "__main__.py",
     "commands/*.py",
 )
-RUNS_A_MODEL = {"auditing", "chat", "evaluate", "generate", "model_loading", "perplexity", "probing", "serve"}
+RUNS_A_MODEL = {"chat", "evaluate", "generate", "model_loading", "perplexity", "probing", "serve"}
 """Modules of commands/ that import torch: they are imported once the flags are read."""
 SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -109,14 +109,12 @@ LEAVES = {
     "parallel/schedules/table.py": "a schedule is one file",
     "report/trackers/table.py": "a tracker is one file, whose library is imported only where it is used",
     "train/hooks/of_run.py": "a hook is one file",
-    "attention/attend.py": "a way of context parallelism is one file",
+    "model/attention.py": "a way of context parallelism is one file",
 }
 """Tables of which each leaf is a file, however short: what one copies to add another."""
 APART = {
     "estimate/links/draw_png.py": "matplotlib is imported where a picture is drawn",
     "commands/dry_run.py": "its flags and errors wait for no torch",
-    "commands/auditing.py": "--help of audit waits for no torch",
-    "commands/table.py": "what a new command adds a line to",
     "launch/orphans.py": "a process of its own, which imports little",
 }
 """Short files with one reader that stay apart, and why."""

@@ -33,7 +33,7 @@ from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
-from megatronish.launch.freed_memory import keep_freed_memory
+from megatronish.launch.libraries import keep_freed_memory
 from megatronish.launch.place import place_from_environment
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel.mesh import Mesh

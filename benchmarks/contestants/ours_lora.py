@@ -17,21 +17,20 @@ import torch
 from benchmarks.contestants.case import MAX_NORM, WEIGHT_DECAY
 from benchmarks.contestants.chats import ALPHA, CASES, LEARNING_RATE, RANK, ChatCase, ChatJob, Chats, micro_batches_of
 from megatronish.config.config import Config
-from megatronish.config.sections.adapter import AdapterConfig
-from megatronish.config.sections.chat import ChatConfig
-from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.data import ChatConfig, DataConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.chat.dataset import ChatDataset
-from megatronish.data.collate import Collator
+from megatronish.data.loader import Collator
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.formats.adapters import INFIX, SavedAdapter
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.peft import folder as peft
 from megatronish.formats.weights import Description, LazyTensor, Model, from_ours
-from megatronish.launch.freed_memory import keep_freed_memory
+from megatronish.launch.libraries import keep_freed_memory
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel.mesh import Mesh
 from megatronish.train.base_model import load_base

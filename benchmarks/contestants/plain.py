@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.contestants.case import MAX_NORM, Job, State, count, fused_adamw
 from benchmarks.contestants.plain_gpt import PlainGPT, cross_entropy, mean
-from megatronish.launch.freed_memory import keep_freed_memory
+from megatronish.launch.libraries import keep_freed_memory
 
 
 class PlainLoop:

@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import FamilyTensors, ModelFamily
+from megatronish.formats.hf.family import ConfigJson, FamilyTensors, ModelFamily
 from megatronish.formats.hf.llama import LLAMA, llama_tensors
 from megatronish.formats.tensor_rule import TensorRule, same_tensors
 from megatronish.plugins import register_model_family

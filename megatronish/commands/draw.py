@@ -16,16 +16,14 @@ from typing import Annotated
 
 import tyro
 
-from megatronish.commands.plugin_flag import PluginNames
 from megatronish.config.arguments import read_arguments
-from megatronish.config.plugins import import_plugins
+from megatronish.config.plugins import PluginNames, import_plugins
 from megatronish.core.errors import UserError
 from megatronish.core.figures import no_matplotlib
-from megatronish.parallel.schedules.draw import draw
 from megatronish.parallel.schedules.recorded import Recorded
 from megatronish.parallel.schedules.simulate import Costs, simulate
 from megatronish.parallel.schedules.table import SCHEDULES
-from megatronish.parallel.schedules.timeline import TimedPlan
+from megatronish.parallel.schedules.timeline import TimedPlan, draw
 
 COLUMNS_AN_ACTION = 3  # on average, of a recorded step
 

@@ -15,10 +15,10 @@ from megatronish.commands.inference_flags import EvaluateArguments
 from megatronish.commands.model_loading import A_WEEK, OpenedModel, tokenizer_of
 from megatronish.commands.perplexity import check, sections, unwritable
 from megatronish.config.plugins import PluginsConfig, import_plugins
-from megatronish.config.sections.chat import ChatConfig
+from megatronish.config.sections.data import ChatConfig
 from megatronish.core.errors import UserError
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.inference.saved_model import find_trained
+from megatronish.inference.load import find_trained
 from megatronish.inference.session import Session
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place

@@ -16,8 +16,7 @@ from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.errors import UserError
 from megatronish.inference.generate import Sampling
-from megatronish.inference.load import load_found
-from megatronish.inference.saved_model import SavedModel, find_trained
+from megatronish.inference.load import SavedModel, find_trained, load_found
 from megatronish.inference.session import Session
 from megatronish.launch.place import Place
 from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer

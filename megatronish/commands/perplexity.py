@@ -19,12 +19,10 @@ from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.errors import UserError
-from megatronish.data.collate import Collator
-from megatronish.data.text import TokenizedText, read_text
-from megatronish.data.windows import Windows
-from megatronish.inference.load import load_engine
+from megatronish.data.loader import Collator
+from megatronish.data.text import TokenizedText, Windows, read_text
+from megatronish.inference.load import SavedModel, find_trained, load_engine
 from megatronish.inference.perplexity import Perplexity, measure
-from megatronish.inference.saved_model import SavedModel, find_trained
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import leave

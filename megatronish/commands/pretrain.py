@@ -49,8 +49,7 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     with the first lines. An error is printed, not raised.
     """
     with importing():
-        from megatronish.checkpoint.attempts import step_of
-        from megatronish.checkpoint.folder import STATE, find_checkpoint
+        from megatronish.checkpoint.folder import STATE, find_checkpoint, step_of
         from megatronish.checkpoint.remote import is_url
         from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch

@@ -96,8 +96,7 @@ def answer_requests(task: ServerTask, session: Session, listening: socket.socket
     import uvicorn  # an extra
 
     from megatronish.inference.limits import Limits, limited, protocol
-    from megatronish.inference.openai_app import make_app
-    from megatronish.inference.openai_requests import ServedModel
+    from megatronish.inference.openai_app import ServedModel, make_app
 
     model = task.model
     served = ServedModel(

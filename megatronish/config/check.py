@@ -8,29 +8,24 @@ import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, Field, read_fields
 from megatronish.config.marks import REQUIRED
 from megatronish.config.rules import (
-    adapter,
-    chat,
-    cuda_graph,
     data,
     experts,
+    finetuning,
     model,
     optimizer,
     parallel,
     pipeline,
     plugins,
-    preference,
-    recompute,
     run,
     training,
-    zero,
 )
 from megatronish.config.sections.data import DataConfig, parse_blend, split_part
 from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.training import parse_batch_sizes
 from megatronish.config.shipped import HOW_TO_MAKE
 from megatronish.parallel.schedules.simulate import refuse_schedule
 from megatronish.parallel.schedules.table import SCHEDULES
@@ -61,10 +56,10 @@ MOST_ELEMENTS = 2**48  # of a tensor; torch counts bytes in 64 bits, and no mode
 RULES = (
     *parallel.CUT_RULES,
     *pipeline.STAGE_RULES,
-    *recompute.RULES,
+    *training.RECOMPUTE_RULES,
     *pipeline.MICROBATCH_RULES,
     *parallel.BACKEND_RULES,
-    *zero.RULES,
+    *parallel.ZERO_RULES,
     *model.RULES,
     *experts.RULES,
     *training.BATCH_RULES,
@@ -72,13 +67,13 @@ RULES = (
     *run.RECORD_RULES,
     *optimizer.RATE_RULES,
     *training.PRECISION_RULES,
-    *cuda_graph.RULES,
+    *training.CUDA_GRAPH_RULES,
     *optimizer.WEIGHT_DECAY_RULES,
-    *data.RULES,
-    *chat.RULES,
+    *data.DATA_RULES,
+    *data.CHAT_RULES,
     *run.CHECKPOINT_RULES,
-    *adapter.RULES,
-    *preference.RULES,
+    *finetuning.ADAPTER_RULES,
+    *finetuning.PREFERENCE_RULES,
     *plugins.RULES,
 )
 

@@ -4,17 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatronish.config.plugins import PluginsConfig
-from megatronish.config.sections.adapter import AdapterConfig
-from megatronish.config.sections.chat import ChatConfig
-from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.data import ChatConfig, DataConfig
+from megatronish.config.sections.finetuning import AdapterConfig, PreferenceConfig, ReferenceKind
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.config.sections.preference import PreferenceConfig, ReferenceKind
-from megatronish.config.sections.recompute import RecomputeConfig
-from megatronish.config.sections.resilience import ResilienceConfig
-from megatronish.config.sections.run import CheckpointConfig, LogConfig
-from megatronish.config.sections.training import TrainingConfig
+from megatronish.config.sections.run import CheckpointConfig, LogConfig, ResilienceConfig
+from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.core.layout import Layout
 from megatronish.core.names import OBJECTIVE_NAMES
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.config import Config
 from megatronish.config.conflicts import LOSS_SCALE_RULE, TOKENS
 from megatronish.config.fields import FIELDS, with_fields
@@ -17,7 +16,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.run import LogConfig
-from megatronish.config.sections.training import TrainingConfig
+from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
 from megatronish.core.names import OPTIMIZER_NAMES
 from megatronish.tokenizer.names import tokenizer_type

@@ -4,8 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megatronish.compat.megatron_flags.families import FAMILIES
-from megatronish.compat.megatron_flags.known import GIVEN, Known, Pairs, Status
+from megatronish.compat.megatron_flags.families import FAMILIES, GIVEN, Known, Pairs, Status
 from megatronish.compat.megatron_flags.table import known_flag
 from megatronish.compat.megatron_flags.values import (
     NOTED_VALUES,

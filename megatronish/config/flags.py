@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import get_type_hints
 
-from megatronish.compat.megatron_flags.differences import DIFFERENCES
-from megatronish.compat.megatron_flags.families import FAMILIES, FAMILY_FLAGS, Family
-from megatronish.compat.megatron_flags.known import Known
+from megatronish.compat.megatron_flags.differences import DIFFERENCES, TRIED
+from megatronish.compat.megatron_flags.families import FAMILIES, FAMILY_FLAGS, Family, Known
 from megatronish.compat.megatron_flags.table import KNOWN, known_flag
-from megatronish.compat.megatron_flags.tried import TRIED
 from megatronish.config.config import Config
 from megatronish.config.data_lists import DATA_LISTS
 from megatronish.config.fields import ALIASES, FIELDS, Field

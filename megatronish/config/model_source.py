@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from megatronish.config.dump import section_of
 from megatronish.config.fields import FIELDS
 from megatronish.config.flag_meaning import Setting
-from megatronish.config.layer_pattern import canonical
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.portable import TOKENIZER_PATHS, with_copies
-from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig, canonical
 from megatronish.config.sections.run import CheckpointConfig
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown

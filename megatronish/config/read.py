@@ -25,7 +25,7 @@ from megatronish.config.flag_meaning import Setting, Settings
 from megatronish.config.hub import from_hub, hub_name
 from megatronish.config.model_source import ReadStart, Start, contradictions, implied_tokenizer, stretched
 from megatronish.config.plugins import import_plugins
-from megatronish.config.sections.experts import ExpertOptions
+from megatronish.config.sections.model import ExpertOptions
 from megatronish.config.settings import CommandLine, asks_for_mock_data, read_command_line, read_file
 from megatronish.config.shipped import config_path, of_other_framework, shipped_configs
 from megatronish.core.errors import UserError

@@ -14,9 +14,13 @@
 
 An empty document is a repeated document index and has no sequence. The writer commits .bin before .idx, and takes an
 older .idx away first: an .idx under its name always belongs to the .bin next to it.
+
+Files are read as memory. A read beyond the end of a mapped file ends the process with SIGBUS, which no handler can turn
+into an error. So readers of long runs check the size before they read: half a microsecond a file.
 """
 
 import hashlib
+import mmap
 import shutil
 import struct
 from array import array
@@ -27,11 +31,10 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.files import AtomicFile, remedy_of_writing
-from megatronish.data.mapped import MappedArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -284,3 +287,28 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         remedy = remedy_of_writing(error, Path(path).parent)
         raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; {remedy} first") from error
+
+
+class MappedArray:
+    """The values of a file from byte `offset` on, as a read-only array [n]; an empty file has none.
+
+    OSError if the file cannot be opened, ValueError if its size is no whole number of values.
+    """
+
+    def __init__(self, path: Path, dtype: DTypeLike, *, offset: int = 0) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+        self._size = path.stat().st_size
+        self.values: NDArray[Any] = np.empty(0, dtype)
+        if self._size > offset:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), self._size, access=mmap.ACCESS_READ)
+            self.values = np.frombuffer(self._map, dtype, offset=offset)
+
+    def check(self) -> None:
+        """RunError if the file has become shorter since it was mapped."""
+        if self._map is not None and (size := self._map.size()) < self._size:
+            raise RunError(
+                f"{self.path} has {size} bytes and had {self._size} when this run opened it: another process has cut "
+                "it short; copy or make it again, and start again: the run continues from its newest checkpoint"
+            )

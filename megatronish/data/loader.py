@@ -1,18 +1,27 @@
-"""Loader: the micro-batches of each step, and a thread that prepares them ahead.
+"""Loader: the micro-batches of each step, collated from samples, and a thread that prepares them ahead.
 
 Sample numbers of a step are dealt in turn: micro-batch m of data-parallel rank d holds the B samples from
 consumed_samples + (m * dp_size + d) * B on. So a position in the data is one number, and whatever the layout, the same
 samples make up the same step.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatronish.config.config import Config
+from megatronish.config.sections.data import DataConfig
 from megatronish.data.sample import Dataset, Sample
-from megatronish.model.batch import MicroBatch
+from megatronish.model.batch import CompletionPairs, MicroBatch
 
 
 @dataclass(frozen=True)
@@ -99,3 +108,148 @@ class Prefetcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+# Shorter rows: the samples of a micro-batch without the filler that none of them needs.
+#
+# Chats that are not packed are a row each, which is filled up to the sequence length; most of it would be computed for
+# nothing. No loss reads filler and masks go by place, so rows of any length have the same losses and gradients, and it
+# does not matter which samples a layout puts into one micro-batch.
+PLACES = 64
+"""Lengths are multiples of it: few shapes, which kernels and the memory's allocator like."""
+
+
+def places_together(config: Config) -> int | None:
+    """Number of places of which the length of a row is a multiple; None where rows keep their length.
+
+    They do where they are packed, where shapes are to be equal (CUDA graphs, compiled layers), and with experts, which
+    balance all tokens. tp and cp cut rows: cp into two pieces for each rank.
+    """
+    keeps = config.chat.pack_samples or config.training.cuda_graph or config.training.compile
+    if keeps or config.model.num_experts is not None:
+        return None
+    parallel = config.parallel
+    return math.lcm(PLACES, 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size)
+
+
+def shortened(samples: Sequence[Sample], *, multiple: int | None) -> list[Sample]:
+    """Samples of one length, S + 1, cut to the longest without filler: s + 1 for a multiple s, at most S."""
+    if multiple is None:
+        return list(samples)
+    longest = max(len(sample.tokens) - sample.num_filler for sample in samples) - 1
+    length = multiple * max(1, math.ceil(longest / multiple)) + 1
+    return [sample.until(length) if length < len(sample.tokens) else sample for sample in samples]
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rules by which samples become a micro-batch: `collate(samples, sample_ids)`.
+
+    The settings are about documents that end-of-document tokens end; a sample's own masks come first. An
+    end-of-document token belongs to the document that it ends. The prediction made from it, the next document's first
+    token, counts in the loss unless `eod_mask_loss`, as in Megatron-LM.
+    """
+
+    eod: int | None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    @classmethod
+    def of(cls, data: DataConfig, *, eod: int | None) -> "Collator":
+        """The rules that a config asks for."""
+        return cls(
+            eod,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+
+    def __call__(self, samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
+        """B samples of S + 1 tokens -> [B, S] tensors on the CPU."""
+        mixed = [sample.dataset_ids for sample in samples if sample.dataset_ids is not None]
+        assert len(mixed) in (0, len(samples)), (
+            "some samples of a batch tell the data sets of their tokens, some do not"
+        )
+        packed = self.reset_attention_mask or any(sample.document_ids is not None for sample in samples)
+        loss_mask = _stack([self._loss_mask(sample) for sample in samples])
+        batch = MicroBatch(
+            tokens=_stack([sample.tokens[:-1] for sample in samples]),
+            labels=_stack([sample.tokens[1:] for sample in samples]),
+            loss_mask=loss_mask,
+            position_ids=_stack([self._position_ids(sample) for sample in samples]),
+            sample_ids=torch.tensor(sample_ids),
+            document_ids=_stack([self._document_ids(sample) for sample in samples]) if packed else None,
+            dataset_ids=_stack([ids[1:] for ids in mixed]) if mixed else None,
+        )
+        pairs = completion_pairs(samples, loss_mask)
+        return batch if pairs is None else batch.with_pairs(pairs)
+
+    def _loss_mask(self, sample: Sample) -> NDArray[np.bool_]:
+        """bool [S]: whether the token after each position counts."""
+        if sample.loss_mask is not None:
+            mask = sample.loss_mask[1:]
+        else:
+            mask = ~self._is_end(sample) if self.eod_mask_loss else np.ones(len(sample.tokens) - 1, np.bool_)
+        # Between packed documents the label belongs to the next one, of which the position sees nothing.
+        return mask if sample.document_ids is None else mask & (np.diff(sample.document_ids) == 0)
+
+    def _document_ids(self, sample: Sample) -> NDArray[np.int64]:
+        """int64 [S]; one document where documents of the sample may attend to each other."""
+        if sample.document_ids is not None or self.reset_attention_mask:
+            return self._documents(sample)
+        return np.zeros(len(sample.tokens) - 1, np.int64)
+
+    def _position_ids(self, sample: Sample) -> NDArray[np.int64]:
+        """int64 [S], from 0 in the sample or in each of its documents."""
+        places = np.arange(len(sample.tokens) - 1)
+        if sample.document_ids is None and not self.reset_position_ids:
+            return places
+        documents = self._documents(sample)
+        begins = np.diff(documents, prepend=documents[:1]) > 0
+        return places - np.maximum.accumulate(np.where(begins, places, 0))
+
+    def _documents(self, sample: Sample) -> NDArray[np.int64]:
+        """int64 [S]: the sample's own document ids, or numbers of the documents that end-of-document tokens end."""
+        if sample.document_ids is not None:
+            return sample.document_ids[:-1]
+        is_end = self._is_end(sample)
+        return np.cumsum(is_end) - is_end
+
+    def _is_end(self, sample: Sample) -> NDArray[np.bool_]:
+        """bool [S]: whether a token that the model sees ends a document."""
+        inputs = sample.tokens[:-1]
+        return np.zeros(len(inputs), np.bool_) if self.eod is None else inputs == self.eod
+
+
+def completion_pairs(samples: Sequence[Sample], loss_mask: Tensor) -> CompletionPairs | None:
+    """Pairs of completions of samples that have them; `loss_mask` is the [B, S] of their predictions."""
+    found = [sample.pair_labels for sample in samples if sample.pair_labels is not None]
+    if not found:
+        return None
+    assert len(found) == len(samples), "some samples of a batch have pairs, some do not"
+    numbers, first, num_texts = [], 0, 2 * sum(map(len, found))
+    for sample, labels in zip(samples, found, strict=True):
+        documents = sample.document_ids
+        assert documents is not None, "the completions of a sample are documents"
+        is_inside = (np.diff(documents) == 0) & (documents[1:] < 2 * len(labels))
+        numbers.append(np.where(is_inside, documents[1:] + first, num_texts))
+        first += 2 * len(labels)
+    of_labels = _stack(numbers)
+    counts = [
+        torch.bincount(each.flatten(), minlength=num_texts + 1)[:-1].view(-1, 2)
+        for each in (of_labels.masked_fill(~loss_mask, num_texts), of_labels)
+    ]
+    references = [sample.pair_reference for sample in samples if sample.pair_reference is not None]
+    return CompletionPairs(
+        of_labels,
+        lengths=counts[0],
+        text_lengths=counts[1],
+        labels=torch.from_numpy(np.concatenate(found)),
+        reference=torch.from_numpy(np.concatenate(references)) if references else None,
+    )
+
+
+def _stack(rows: Sequence[NDArray[Any]]) -> Tensor:
+    """[S] arrays, B of them -> [B, S] on the CPU."""
+    return torch.from_numpy(np.stack(rows))

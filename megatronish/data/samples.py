@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from megatronish.core.errors import UserError
 from megatronish.core.files import AtomicFile, one_builder
-from megatronish.data.indexed import IndexedTokens, bin_path
-from megatronish.data.mapped import MappedArray
+from megatronish.data.indexed import IndexedTokens, MappedArray, bin_path
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.parallel.streams import numpy_stream
 

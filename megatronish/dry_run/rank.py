@@ -19,14 +19,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.attention.mask import slopes_on
-from megatronish.checkpoint.background import HostCopies
+from megatronish.checkpoint.save import HostCopies
 from megatronish.config.config import Config
-from megatronish.data.collate import Collator
-from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
 from megatronish.dry_run.cuda_calls import answered_for
-from megatronish.dry_run.owners import Group, Owners
+from megatronish.dry_run.ledger import Group, Owners
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine

@@ -22,10 +22,8 @@ import torch
 from torch import nn
 
 from megatronish.config.config import Config
-from megatronish.config.sections.adapter import AdapterConfig
-from megatronish.config.sections.preference import PreferenceConfig
-from megatronish.config.sections.recompute import RecomputeConfig
-from megatronish.config.sections.training import TrainingConfig
+from megatronish.config.sections.finetuning import AdapterConfig, PreferenceConfig
+from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.engine.engine import Engine, UpdateRule
 from megatronish.engine.forward import PairPreparation, Scorer, run_chunk

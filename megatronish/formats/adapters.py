@@ -14,7 +14,7 @@ from torch import Tensor
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.config.dump import section_of
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats import native

@@ -20,8 +20,8 @@ from megatronish.checkpoint.tensors import ALONE
 from megatronish.core.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.adapters import merged, read_native
-from megatronish.formats.coverage import check_source, check_target
 from megatronish.formats.hf import tensors as hf
+from megatronish.formats.load_sharded import check_source, check_target
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.peft import folder as peft
 from megatronish.formats.read_adapter import read_adapter, refuse_other_model

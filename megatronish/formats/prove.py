@@ -18,9 +18,8 @@ from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import UserError
 from megatronish.core.layout import ExpertLayout
 from megatronish.formats.convert import FORMATS
-from megatronish.formats.coverage import check_source
 from megatronish.formats.hf.tensors import FORMAT
-from megatronish.formats.load_sharded import load_weights, open_hf
+from megatronish.formats.load_sharded import check_source, load_weights, open_hf
 from megatronish.formats.weights import LazyTensor, to_ours
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel.mesh import Mesh

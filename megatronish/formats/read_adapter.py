@@ -6,10 +6,9 @@ from pathlib import Path
 
 from megatronish.core.errors import UserError
 from megatronish.formats.adapters import SavedAdapter, read_native
-from megatronish.formats.identity import identity_of
 from megatronish.formats.peft import folder as peft
 from megatronish.formats.peft.config import CONFIG
-from megatronish.formats.weights import Description, LazyTensor
+from megatronish.formats.weights import Description, LazyTensor, identity_of
 from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.mesh import Axis
 

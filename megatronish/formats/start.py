@@ -1,15 +1,17 @@
 """Reader of the model that a run starts from: a Hugging Face folder, or a checkpoint. Needs no torch."""
 
 from pathlib import Path
+from typing import cast
 
-from megatronish.checkpoint.arguments import read_arguments
-from megatronish.checkpoint.remote import location
-from megatronish.config.model_source import Start
+from megatronish.checkpoint.checksums import DamagedError
+from megatronish.checkpoint.folder import find_checkpoint, read_state
+from megatronish.checkpoint.remote import Location, location
+from megatronish.config.model_source import Start, start_of_state
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.run import CheckpointConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.hf.config import read_hf_config
-from megatronish.formats.hf.config_json import CONFIG
+from megatronish.formats.hf.family import CONFIG
 
 _MEGATRON = "latest_checkpointed_iteration.txt"  # LATEST of formats/megatron/names.py, which needs torch
 
@@ -47,3 +49,16 @@ def of_another_format(load: Path) -> str | None:
             "--from megatron"
         )
     return None
+
+
+def read_arguments(load: Location, step: int | None) -> Start:
+    """Model of the checkpoint in `load`; UserError without a checkpoint, DamagedError for an unreadable config."""
+    folder = find_checkpoint(load, step=step) if load.is_dir() else None
+    if folder is None:
+        raise UserError(f"--load {load} holds no checkpoint; correct the path, or leave --use-checkpoint-args out")
+    try:
+        return start_of_state(read_state(folder), cast(Path, folder))  # whose names alone are asked
+    except KeyError as error:
+        raise DamagedError(folder, f"state.json lacks {error.args[0]}") from error
+    except TypeError as error:
+        raise DamagedError(folder, f"its config is not one of this version ({error})") from error

@@ -2,8 +2,13 @@
 
 A `Model` is a `Description` and lazy tensors, which are read when they are used, so a conversion has about one tensor
 in memory. Each format has its own names and shapes of tensors, as a list of rules (tensor_rule.py).
+
+The identity of a model is a checksum of its weights that no layout, no cut into files and no name of a folder changes:
+SHA-256 over the sorted lines (name, shape, dtype, SHA-256 of the bytes) of all tensors, under our names. So a Hugging
+Face folder and our checkpoint converted from it have one identity, as long as the conversion kept the precision.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +24,8 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.tensor_rule import TensorRule
-from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.all_or_none import from_all
+from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.pipeline.stage import build_stage
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import Sharding
@@ -235,3 +241,17 @@ def _split(whole: LazyTensor, rule: TensorRule) -> dict[str, LazyTensor]:
         name: LazyTensor(tuple(like.shape), like.dtype, partial(part, number), rows)
         for number, (name, like) in enumerate(zip(rule.theirs, likes, strict=True))
     }
+
+
+def identity_of(tensors: Mapping[str, LazyTensor], *, over: Axis) -> str:
+    """Identity of these weights, 64 hexadecimal digits. Collective: each rank of `over` reads a part of the tensors."""
+    names = sorted(tensors)[over.rank :: over.size]
+    parts = from_all(over, lambda: [_line(name, tensors[name]) for name in names])
+    lines = sorted(line for part in parts for line in part)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _line(name: str, tensor: LazyTensor) -> str:
+    values = tensor.read().contiguous().flatten()
+    digest = hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()
+    return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {digest}"

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from megatronish.checkpoint.folder import find_checkpoint, read_state
 from megatronish.config.dump import section_of
 from megatronish.config.portable import with_copies
-from megatronish.config.sections.chat import ChatConfig
+from megatronish.config.sections.data import ChatConfig
 from megatronish.data.chat.conversation import Message, conversation_of
 from megatronish.data.chat.encoder import ChatEncoder
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.inference.saved_model import SavedModel
+from megatronish.inference.load import SavedModel
 from megatronish.tokenizer.tokenizer import Tokenizer
 
 

@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatronish.data.collate import Collator
-from megatronish.data.loader import BatchShare
-from megatronish.data.windows import Windows
+from megatronish.data.loader import BatchShare, Collator
+from megatronish.data.text import Windows
 from megatronish.engine.engine import Engine
 from megatronish.objectives.objective import LOSS
 

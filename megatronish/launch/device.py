@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatronish.core.errors import RunError, UserError
-from megatronish.launch.addresses import address_to_listen_on
 from megatronish.launch.place import Place
-from megatronish.launch.rendezvous import has_lasting_store, store_of_attempt
+from megatronish.launch.rendezvous import address_to_listen_on, has_lasting_store, store_of_attempt
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables that torch reads once, when it first uses a GPU."""

@@ -20,8 +20,7 @@ from typing import Any
 
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.patience import within
-from megatronish.launch.pulse import SLOT, Pulse, Pulses
-from megatronish.launch.stopped import why_silent
+from megatronish.launch.pulse import SLOT, Pulse, Pulses, why_silent
 
 LOOK_SECONDS = 0.5
 PATIENCE = 1.5  # beyond the limit of a phase, for a watchdog to say it better

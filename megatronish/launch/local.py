@@ -37,11 +37,10 @@ from megatronish.launch.guard import LOOK_SECONDS, Guard, report_of
 from megatronish.launch.imports import importing
 from megatronish.launch.orphans import end_with_agent, end_with_parent
 from megatronish.launch.place import Place, place_from_environment, refuse_too_many, threads_per_rank
-from megatronish.launch.pulse import Pulses, pulses_of_children
+from megatronish.launch.pulse import Pulses, is_stopped, pulses_of_children
 from megatronish.launch.rank import DISK_SECONDS, INTERRUPTED, Ending, failure, run_here, run_rank
 from megatronish.launch.restarts import Restarts
 from megatronish.launch.slurm import unused_places
-from megatronish.launch.stopped import is_stopped
 from megatronish.launch.terminal import say, say_at_once
 
 # CUDA is no reason for another method: a driver that the parent never touched does not mind the fork. macOS is: its

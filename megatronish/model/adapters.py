@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.layers.experts import StackedLinear
 from megatronish.layers.ia3 import ColumnIA3, GroupedIA3, RowIA3
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.sections.optimizer import OptimizerConfig
-from megatronish.config.sections.training import TrainingConfig
+from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
 
 Curve = Callable[[float], float]

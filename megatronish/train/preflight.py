@@ -18,9 +18,9 @@ from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.links.facts import Facts, Needs, nested_facts
 from megatronish.estimate.links.preflight import Subject, preflight
-from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
+from megatronish.launch.rendezvous import refuse_addresses
 from megatronish.ops.library import load_kernels
 from megatronish.parallel.mesh import Mesh, leave
 from megatronish.parallel.pipeline.stages import Stages

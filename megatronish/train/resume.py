@@ -28,9 +28,8 @@ from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 from megatronish.engine.engine import Engine
 from megatronish.formats import native
-from megatronish.formats.load_sharded import load_weights, open_hf
+from megatronish.formats.load_sharded import load_weights, open_hf, upcycled
 from megatronish.formats.start import of_another_format
-from megatronish.formats.upcycle import upcycled
 from megatronish.optim.schedules import LearningRateSchedule
 from megatronish.parallel.all_or_none import all_or_none, from_one, same_on_all
 from megatronish.parallel.mesh import Axis

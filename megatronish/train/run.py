@@ -18,14 +18,11 @@ from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.figures import no_matplotlib
 from megatronish.estimate.room import refuse_without_room
-from megatronish.launch.addresses import refuse_addresses
-from megatronish.launch.determinism import set_determinism
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
-from megatronish.launch.flight_recorder import switch_on_flight_recorder
-from megatronish.launch.freed_memory import keep_freed_memory
+from megatronish.launch.libraries import keep_freed_memory, set_determinism, switch_on_flight_recorder
 from megatronish.launch.os_errors import is_lost_rank, mishap
 from megatronish.launch.place import Place
-from megatronish.launch.rendezvous import has_lasting_store, launch_in
+from megatronish.launch.rendezvous import has_lasting_store, launch_in, refuse_addresses
 from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import from_one
 from megatronish.parallel.mesh import Mesh, leave
@@ -34,16 +31,14 @@ from megatronish.report.first_lines import first_lines
 from megatronish.report.trackers.table import open_trackers
 from megatronish.report.trackers.tracker import RunDescription, Trackers
 from megatronish.tokenizer.tokenizer import encode_prompt
-from megatronish.train.base_model import Base
-from megatronish.train.folder import locked, make_writable
+from megatronish.train.base_model import Base, begin_reference
+from megatronish.train.folder import RunMirror, locked, make_writable
 from megatronish.train.hooks.health import failed, say_health, say_last
 from megatronish.train.hooks.nearby import open_copies
 from megatronish.train.hooks.of_run import hooks_of_run
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.reference import begin_reference
 from megatronish.train.resume import Begun, begin
-from megatronish.train.run_upload import RunMirror
 from megatronish.train.setup import TrainingJob, report_chats
 from megatronish.train.trainer import Aside, Hook, Trainer, TrainingSchedule
 from megatronish.train.watch import lost_rank, share_by_store, start_sharing, watchdog_of
@@ -311,8 +306,7 @@ def draw_curves(folder: Path) -> None:
     """
     try:
         # matplotlib takes a second to import: the others, and the start, need not wait for it.
-        from megatronish.report.plot import plot_run
-        from megatronish.report.plot_experts import plot_experts
+        from megatronish.report.plot import plot_experts, plot_run
 
         plot_experts(folder)
         plot_run(folder)

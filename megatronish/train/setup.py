@@ -20,9 +20,8 @@ from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.data.chat.audit import Audit
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.data.collate import Collator, places_together, shortened
 from megatronish.data.datasets import DatasetSplits, build_datasets
-from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.loader import BatchShare, Collator, micro_batches, places_together, shortened
 from megatronish.data.sample import Dataset, Sample, samples_of_epochs
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from megatronish.config.sections.run import LogConfig
 from megatronish.core.errors import RunError, UserError
+from megatronish.core.names import HOOK_NAMES, options_of_each
 from megatronish.data.loader import Prefetcher
 from megatronish.engine.engine import Engine
 from megatronish.engine.nan_origin import find_origin
@@ -312,3 +314,17 @@ class Trainer:
                 except Exception as another:
                     error.add_note(f"{type(hook).__name__}.on_error failed too: {another!r}")
             raise
+
+
+HOOKS: dict[str, Callable[..., Hook]] = {}
+"""Makers of hooks: called on every rank with the `TrainingJob`, and with the options of the name in `HOOK_NAMES`."""
+
+
+def hooks_of(log: LogConfig, job: object) -> list[Hook]:
+    """The hooks that a config names, in its order. One without a name of its own keeps its state under that name."""
+    found = []
+    for name, options in options_of_each(HOOK_NAMES, log.hook, log.hook_args).items():
+        hook = HOOKS[name](job, **options)
+        hook.name = hook.name or name
+        found.append(hook)
+    return found

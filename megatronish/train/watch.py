@@ -10,14 +10,13 @@ from pathlib import Path
 
 from megatronish.config.config import Config
 from megatronish.launch.cleanup import RINGS
-from megatronish.launch.flight_recorder import dump_flight_record
+from megatronish.launch.libraries import dump_flight_record
 from megatronish.launch.place import Place
 from megatronish.launch.pulse import Pulses
 from megatronish.launch.rendezvous import has_lasting_store
 from megatronish.train.hooks.health import LONGEST, say_health
-from megatronish.watch.heartbeat import Beat
-from megatronish.watch.heartbeat_store import FolderBoard, KeyValueStore, OwnBoard, PatientBoard, StoreBoard
-from megatronish.watch.limits import HangLimits
+from megatronish.watch.heartbeat import Beat, FolderBoard, KeyValueStore, OwnBoard, PatientBoard, StoreBoard
+from megatronish.watch.observer import HangLimits
 from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import Watchdog
 

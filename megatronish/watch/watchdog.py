@@ -17,12 +17,9 @@ from types import TracebackType
 
 from megatronish.core.layout import Layout
 from megatronish.launch.pulse import Pulse, Pulses
-from megatronish.watch.hang_diagnosis import Culprit, RanksSeen, different, verdict
-from megatronish.watch.hang_message import RankWords
-from megatronish.watch.heartbeat import Beat, ThreadBeat, bare_beat, beat_of
-from megatronish.watch.heartbeat_store import REPORT, Board
-from megatronish.watch.limits import HangLimits
-from megatronish.watch.observer import MAIN, Observer, birth_of
+from megatronish.watch.hang_diagnosis import Culprit, RanksSeen, RankWords, different, verdict
+from megatronish.watch.heartbeat import REPORT, Beat, Board, ThreadBeat, bare_beat, beat_of
+from megatronish.watch.observer import MAIN, HangLimits, Observer, birth_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.shared_ring import SharedRing, read_ring
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatronish.attention import tile
-from megatronish.attention.attend import attend
 from megatronish.attention.flash import attend_alone
 from megatronish.attention.mask import AttentionMask, alibi_slopes
 from megatronish.attention.zigzag import places_of
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import Dropout
+from megatronish.model.attention import attend
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
 from megatronish.parallel import comm

@@ -15,7 +15,7 @@ from ranks import wait_until
 from saved_runs import alone, assert_same_bits
 
 from megatronish.checkpoint import storage
-from megatronish.checkpoint.background import HostCopies, in_background
+from megatronish.checkpoint.save import HostCopies, in_background
 from megatronish.engine.engine import Engine
 
 FAILED = "could not be written to .*: File too large. Those before it are whole"

@@ -23,13 +23,10 @@ from megatronish.checkpoint.checksums import Checksums
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.remote import RemotePath
 from megatronish.checkpoint.replicated import local
-from megatronish.checkpoint.replicated.copies import _moved, _remove, planned
-from megatronish.checkpoint.replicated.folders import id_of, remove_folder
+from megatronish.checkpoint.replicated.copies import FoundCopy, _moved, _remove, planned
+from megatronish.checkpoint.replicated.folders import LONG, OWNER, bytes_within_limits, id_of, own, remove_folder
 from megatronish.checkpoint.replicated.hosts import Hosts
-from megatronish.checkpoint.replicated.memory_limit import bytes_within_limits
-from megatronish.checkpoint.replicated.orphans import LONG, OWNER, own
-from megatronish.checkpoint.replicated.transfer import Transfer
-from megatronish.checkpoint.replicated.vote import FoundCopy
+from megatronish.checkpoint.replicated.write import Transfer
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import RunError, UserError
 from megatronish.launch.place import Place

@@ -25,13 +25,12 @@ from planted_kills import kill_after
 from ranks import wait_until
 from saved_runs import read_whole, save_value, saved_value
 
-from megatronish.checkpoint.attempts import new_attempt, remove_incomplete, whole_attempts
 from megatronish.checkpoint.checksums import Checksums, DamagedError
-from megatronish.checkpoint.folder import remove_old, saved_at, steps_in
+from megatronish.checkpoint.folder import new_attempt, remove_incomplete, remove_old, saved_at, steps_in, whole_attempts
 from megatronish.checkpoint.remote import RemotePath, location, objects_below, refuse_unwritable
 from megatronish.checkpoint.save import SaveError
 from megatronish.core.errors import RunError, UserError
-from megatronish.train.run_upload import RunMirror
+from megatronish.train.folder import RunMirror
 
 NEEDS_S3 = pytest.mark.skipif(
     find_spec("moto") is None or find_spec("s3fs") is None,

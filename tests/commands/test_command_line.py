@@ -12,8 +12,7 @@ from paths import ROOT
 
 from megatronish import __version__
 from megatronish.commands import main as command_line
-from megatronish.commands.main import run
-from megatronish.commands.table import COMMANDS, TO_COME
+from megatronish.commands.main import COMMANDS, TO_COME, run
 from megatronish.core.errors import UserError
 
 SCRIPTS = [ROOT / "pretrain_gpt.py", ROOT / "finetune_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]

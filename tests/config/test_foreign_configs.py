@@ -16,8 +16,16 @@ from megatronish.commands.import_config import Framework, imported
 from megatronish.compat.importers.accelerate import MEGATRON, PARALLELISM
 from megatronish.compat.importers.accelerate import TOP as ACCELERATE
 from megatronish.compat.importers.axolotl import _OWN, RULES, from_axolotl
-from megatronish.compat.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO, from_deepspeed
-from megatronish.compat.importers.deepspeed_keys import OF_ONE_RANK, SCHEDULER_FLAGS
+from megatronish.compat.importers.deepspeed import (
+    ACTIVATIONS,
+    ADAM,
+    FP16,
+    OF_ONE_RANK,
+    SCHEDULER_FLAGS,
+    TOP,
+    ZERO,
+    from_deepspeed,
+)
 from megatronish.config.config import Config
 from megatronish.config.data_lists import splits_of_file
 from megatronish.config.dump import to_toml, toml_value, write_toml

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatronish.config.layer_pattern import canonical, marked_layers
-from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.model import ModelConfig, canonical, marked_layers
 from megatronish.core.errors import UserError
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2}

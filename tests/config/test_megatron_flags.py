@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from paths import GOLDEN, ROOT
 
-from megatronish.compat.megatron_flags.differences import DIFFERENCES
+from megatronish.compat.megatron_flags.differences import DIFFERENCES, TRIED, Tried
 from megatronish.compat.megatron_flags.families import FAMILIES
 from megatronish.compat.megatron_flags.table import KNOWN, known_flag
-from megatronish.compat.megatron_flags.tried import TRIED, Tried
 from megatronish.config.check import refuse_unrunnable_plans
 from megatronish.config.fields import ALIASES, FIELDS
 from megatronish.config.flags import describe, flags_markdown, statuses
@@ -408,7 +407,7 @@ def test_the_table_of_tried_scripts_is_current() -> None:
     scripts = [Tried(name, counts(words)) for name, words in SCRIPTS.items()]
     configs = Tried(f"{len(TEST_CONFIGS)} test configs of Megatron-LM", counts(*TEST_CONFIGS.values()), is_script=False)
     rows = "".join(f"    {each},\n" for each in (*scripts, configs))
-    assert (*scripts, configs) == TRIED, f"these are the rows of compat/megatron_flags/tried.py now:\n{rows}"
+    assert (*scripts, configs) == TRIED, f"these are the rows of compat/megatron_flags/differences.py now:\n{rows}"
     assert all(each.counts[-1] == 0 for each in TRIED), "no flag is unknown"
 
 

@@ -11,8 +11,7 @@ from megatronish.config.sections.data import DataConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.config.sections.recompute import RecomputeConfig
-from megatronish.config.sections.training import AttentionBackend, TrainingConfig
+from megatronish.config.sections.training import AttentionBackend, RecomputeConfig, TrainingConfig
 from megatronish.core.layout import Layout
 from megatronish.estimate.costs.layer_kind_memory import bytes_per_score
 from megatronish.estimate.costs.memory import expected_memory

@@ -8,9 +8,8 @@ from preference_runs import LORA, MODEL
 from ranks import run_ranks
 
 from megatronish.config.config import Config
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig, PreferenceConfig
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.config.sections.preference import PreferenceConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.engine.build import build_engine
 from megatronish.estimate.costs.memory import expected_memory

@@ -7,7 +7,7 @@ import pytest
 from chat_formats import QWEN_3, QWEN_25, REFUSED, VERIFIED, ChatForm, chatml
 from chat_tokenizers import encode, encoder, said, trained_text, whole_text, with_controls
 
-from megatronish.config.sections.chat import TrainOn
+from megatronish.config.sections.data import TrainOn
 from megatronish.data.chat.answers import UnclearError
 from megatronish.data.chat.template import BUILT_IN, WITH_TOOLS, built_in_template
 

@@ -10,8 +10,7 @@ import pytest
 from chat_formats import chatml
 from chat_tokenizers import said, save_tokenizer, write_lines
 
-from megatronish.config.sections.chat import ChatConfig
-from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.data import ChatConfig, DataConfig
 from megatronish.core.errors import UserError
 from megatronish.data.chat.dataset import WINDOW, ChatDataset, packs_of
 from megatronish.data.chat.masked import counts_path, mask_path

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatronish.data.chat.conversation import Conversation, PlainText
-from megatronish.data.chat.formats import FORMATS, format_of, read_record
+from megatronish.data.chat.prepare import FORMATS, format_of, read_record
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 

@@ -11,7 +11,7 @@ from chat_formats import VERIFIED, chatml, headed
 from chat_tokenizers import byte_level, encode, encoder, said, trained_text, whole_text, with_controls
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from megatronish.config.sections.chat import TrainOn
+from megatronish.config.sections.data import TrainOn
 from megatronish.core.errors import UserError
 from megatronish.data.chat.template import ChatTemplate, built_in_template
 from megatronish.tokenizer.tokenizer import (

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatronish.config.sections.data import DataConfig
-from megatronish.data.collate import Collator
+from megatronish.data.loader import Collator
 from megatronish.data.sample import Sample
 from megatronish.model.batch import MicroBatch
 

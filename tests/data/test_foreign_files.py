@@ -12,13 +12,13 @@ import torch
 
 from megatronish.commands.draw import DrawArguments, refuse_arguments, report
 from megatronish.commands.draw import planned as planned_drawing
-from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.check import missing_files
 from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.training import parse_batch_sizes
 from megatronish.core.errors import UserError, shown
 from megatronish.data import readers
 from megatronish.formats import safetensors
-from megatronish.formats.megatron.values import value_of
+from megatronish.formats.megatron.arguments import value_of
 from megatronish.formats.torch_file.archive import TorchFile
 from megatronish.formats.torch_file.unpickler import Storage, Stored
 from megatronish.launch.os_errors import mishap

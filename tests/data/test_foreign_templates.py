@@ -15,7 +15,7 @@ from template_bombs import DEEP, ENDLESS, FILLING
 
 from megatronish.core.contained import ChildBounds, Contained, ContainedError
 from megatronish.core.errors import UserError
-from megatronish.data.chat import answers, sandbox
+from megatronish.data.chat import answers, template
 from megatronish.data.chat.template import BUILT_IN, ChatTemplate, Rendering, built_in_template
 
 SMALL = ChildBounds(memory=200 << 20, seconds=0.3)
@@ -42,7 +42,7 @@ def test_a_template_that_fills_the_memory_or_does_not_end_is_one_sentence(
 ) -> None:
     if name not in NAMED and not request.config.getoption("--all-layouts"):
         pytest.skip("one of the many: --all-layouts takes all")
-    monkeypatch.setattr(sandbox, "BOUNDS", SMALL)
+    monkeypatch.setattr(template, "BOUNDS", SMALL)
     before = time.process_time()
     with pytest.raises(ValueError, match=r"^the chat template mine ") as caught:
         written(BOMBS[name])
@@ -51,7 +51,7 @@ def test_a_template_that_fills_the_memory_or_does_not_end_is_one_sentence(
 
 
 def test_what_exceeds_its_bounds_ends_the_command_and_not_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "BOUNDS", SMALL)
+    monkeypatch.setattr(template, "BOUNDS", SMALL)
     with pytest.raises(
         UserError, match=r"mine takes more than 0.3 s; correct it, or name another with --chat-template"
     ):
@@ -65,7 +65,7 @@ def test_what_exceeds_its_bounds_ends_the_command_and_not_a_line(monkeypatch: py
 def test_many_slow_texts_exceed_the_bounds_together_and_many_quick_ones_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sandbox, "BOUNDS", ChildBounds(seconds=0.2, seconds_each=0.005))
+    monkeypatch.setattr(template, "BOUNDS", ChildBounds(seconds=0.2, seconds_each=0.005))
     quick, slow = made("{{ messages[0].content }}"), made("{% for i in range(99999) %}{{ i + i }}{% endfor %}")
     for _ in range(300):
         quick.render([{"role": "user", "content": "a"}])

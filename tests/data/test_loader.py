@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatronish.data.collate import Collator
-from megatronish.data.loader import BatchShare, Prefetcher, micro_batches
+from megatronish.data.loader import BatchShare, Collator, Prefetcher, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.model.batch import MicroBatch
 

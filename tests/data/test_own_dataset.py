@@ -17,9 +17,8 @@ from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.layout import Layout
-from megatronish.data.collate import Collator
 from megatronish.data.datasets import DATASETS, build_datasets, kind_of
-from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, Sample
 from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place

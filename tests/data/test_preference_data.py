@@ -9,14 +9,13 @@ from chat_formats import chatml
 from chat_tokenizers import said, save_tokenizer, write_lines
 from preference_runs import IM, answered, asked
 
-from megatronish.config.sections.chat import ChatConfig
-from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.data import ChatConfig, DataConfig
 from megatronish.core.errors import UserError
 from megatronish.data.chat.conversation import Conversation, PlainText
 from megatronish.data.chat.dataset import ChatDataset, open_chats
-from megatronish.data.chat.formats import _pairs, format_of
+from megatronish.data.chat.prepare import _pairs, format_of
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.data.collate import Collator
+from megatronish.data.loader import Collator
 from megatronish.data.sample import DatasetSettings, DatasetSource
 from megatronish.tokenizer.tokenizer import build_tokenizer
 

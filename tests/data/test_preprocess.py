@@ -20,8 +20,13 @@ import pytest
 from paths import ROOT
 from ranks import is_running, wait_until
 
-from megatronish.commands.preprocess import PreprocessArguments, main, tokenizer_settings
-from megatronish.commands.preprocess_flags import with_lists_joined, without_megatron_flags
+from megatronish.commands.preprocess import (
+    PreprocessArguments,
+    main,
+    tokenizer_settings,
+    with_lists_joined,
+    without_megatron_flags,
+)
 from megatronish.core.errors import RunError, UserError
 from megatronish.data.encoding import EncodingJob, WorkerDiedError
 from megatronish.data.indexed import IndexedTokens

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from megatronish.config.config import Config
-from megatronish.config.sections.chat import ChatConfig
-from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.data import ChatConfig, DataConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
-from megatronish.data.collate import places_together, shortened
+from megatronish.data.loader import places_together, shortened
 from megatronish.data.sample import Sample
 
 MODEL = ModelConfig(num_layers=2, hidden_size=24, num_attention_heads=4)

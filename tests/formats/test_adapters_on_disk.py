@@ -9,7 +9,7 @@ from conversions import logits_of
 from jobs import tiny, train_on_ranks, write_tokens
 
 from megatronish.commands.convert import main as convert
-from megatronish.commands.table import COMMANDS
+from megatronish.commands.main import COMMANDS
 from megatronish.formats import native
 from megatronish.formats.adapters import read_native
 from megatronish.formats.peft import folder as peft

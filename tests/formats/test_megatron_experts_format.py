@@ -20,14 +20,12 @@ from megatron_files import (
     torch_load,
 )
 
-from megatronish.config.sections.experts import ExpertOptions
-from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.model import ExpertOptions, ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.core.layout import ExpertLayout
 from megatronish.formats.convert import convert
 from megatronish.formats.megatron import read as megatron
-from megatronish.formats.megatron.arguments import model_of
-from megatronish.formats.megatron.expert_arguments import SAME_OF_EXPERTS
+from megatronish.formats.megatron.arguments import SAME_OF_EXPERTS, model_of
 from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.weights import LazyTensor, Model, from_ours
 from megatronish.inference.load import load_model

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.peft.config import our_config
 from megatronish.formats.peft.folder import Module, our_parts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatronish.commands.convert import main
 from megatronish.core.errors import UserError
-from megatronish.formats import coverage
+from megatronish.formats import load_sharded
 from megatronish.formats.convert import convert
 from megatronish.formats.prove import compare_logits, compare_tensors, our_logits
 from megatronish.formats.safetensors import FILE
@@ -95,7 +95,7 @@ def test_a_target_without_all_its_tensors_is_refused() -> None:
     converted = from_ours({"a": lazy(2)}, [TensorRule("a", ("x",)), TensorRule("b", ("y",))])
     assert isinstance(converted, Translated)
     with pytest.raises(UserError, match="hf needs b, which the model does not have; it is of another family"):
-        coverage.check_target("hf", converted, allow_unmatched=True)
+        load_sharded.check_target("hf", converted, allow_unmatched=True)
 
 
 def test_what_is_left_out_on_purpose_has_a_reason(tmp_path: Path) -> None:

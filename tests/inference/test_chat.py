@@ -17,12 +17,11 @@ from jobs import tiny, train_on_ranks
 from paths import ROOT
 from ranks import run_ranks
 
-from megatronish.commands.table import COMMANDS
+from megatronish.commands.main import COMMANDS
 from megatronish.core.layout import Layout
 from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.generate import Sampling
-from megatronish.inference.load import load_found, load_model
-from megatronish.inference.saved_model import find_trained
+from megatronish.inference.load import find_trained, load_found, load_model
 from megatronish.inference.session import Continuation, Session
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Mesh

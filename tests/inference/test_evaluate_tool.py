@@ -17,14 +17,13 @@ from paths import GOLDEN
 from ranks import run_ranks
 
 from megatronish.commands.inference_flags import EvaluateArguments as Arguments
+from megatronish.commands.main import COMMANDS
 from megatronish.commands.perplexity import be_rank, prepare, run, start_mesh, tell_of_short_windows
-from megatronish.commands.table import COMMANDS
 from megatronish.core.errors import UserError
 from megatronish.data.indexed import IndexedWriter
-from megatronish.data.windows import Windows
+from megatronish.data.text import Windows
 from megatronish.engine.engine import Engine
-from megatronish.inference.load import load_engine, load_model
-from megatronish.inference.saved_model import find_trained
+from megatronish.inference.load import find_trained, load_engine, load_model
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT

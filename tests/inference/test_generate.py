@@ -23,7 +23,7 @@ from torch import Tensor
 from megatronish.attention.cached import KeyValueCache
 from megatronish.commands.generate import prepare, run
 from megatronish.commands.inference_flags import GenerateArguments as Arguments
-from megatronish.commands.table import COMMANDS
+from megatronish.commands.main import COMMANDS
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.errors import UserError
 from megatronish.core.layout import Layout

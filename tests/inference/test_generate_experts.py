@@ -13,10 +13,9 @@ from megatronish.commands.generate import prepare
 from megatronish.commands.inference_flags import EvaluateArguments, GenerateArguments
 from megatronish.commands.perplexity import prepare as prepare_evaluation
 from megatronish.core.errors import UserError
-from megatronish.data.collate import Collator
-from megatronish.inference.load import load_engine, load_model
+from megatronish.data.loader import Collator
+from megatronish.inference.load import find_trained, load_engine, load_model
 from megatronish.inference.perplexity import measure
-from megatronish.inference.saved_model import find_trained
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import leave
 from megatronish.train.run import start_mesh

@@ -12,8 +12,7 @@ from megatronish.commands.evaluate import without_network
 from megatronish.core.errors import UserError
 from megatronish.core.layout import Layout
 from megatronish.inference.generate import Sampling
-from megatronish.inference.load import load_found, load_model
-from megatronish.inference.saved_model import find_trained
+from megatronish.inference.load import find_trained, load_found, load_model
 from megatronish.inference.scoring import Likelihood, Scoring, TokenPair, Writing
 from megatronish.inference.session import Session
 from megatronish.launch.place import Place

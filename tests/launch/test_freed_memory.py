@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatronish.launch.freed_memory import VARIABLES, keep_freed_memory
+from megatronish.launch.libraries import VARIABLES, keep_freed_memory
 
 FAULTS = """
 import resource, sys, torch
-from megatronish.launch.freed_memory import keep_freed_memory
+from megatronish.launch.libraries import keep_freed_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":
     assert keep_freed_memory({})
@@ -47,7 +47,7 @@ def test_a_users_own_setting_stays(name: str) -> None:
 SIZES = """
 import re, torch
 from pathlib import Path
-from megatronish.launch.freed_memory import keep_freed_memory
+from megatronish.launch.libraries import keep_freed_memory
 assert keep_freed_memory({})
 held = torch.ones(16 << 20)
 kilobytes = lambda file, name: sum(map(int, re.findall(name + r":\\s+(\\d+)", Path("/proc/self", file).read_text())))

@@ -16,7 +16,7 @@ from jobs import SECONDS, run_job, started, steps_of, tiny, train_on_ranks
 from paths import ROOT
 from ranks import wait_until
 
-from megatronish.checkpoint.attempts import whole_attempts
+from megatronish.checkpoint.folder import whole_attempts
 from megatronish.checkpoint.remote import RemotePath
 from megatronish.core.errors import RunError
 from megatronish.engine.engine import Engine

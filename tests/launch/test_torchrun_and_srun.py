@@ -15,7 +15,6 @@ from launchers import (
 )
 
 from megatronish.core.errors import UserError
-from megatronish.launch.addresses import address_to_listen_on
 from megatronish.launch.device import meeting_store
 from megatronish.launch.place import (
     FEWEST_LOCAL_RANKS,
@@ -24,6 +23,7 @@ from megatronish.launch.place import (
     refuse_too_many,
     threads_per_rank,
 )
+from megatronish.launch.rendezvous import address_to_listen_on
 from megatronish.launch.slurm import expand_hosts
 
 

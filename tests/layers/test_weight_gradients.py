@@ -26,9 +26,9 @@ from megatronish.parallel.data_parallel.data_parallel import DataParallelSetting
 from megatronish.parallel.data_parallel.gradients import GradientBuckets, Source, plan_buckets
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.pipeline.executor import Boundary, ChunkOutput, Executor
-from megatronish.parallel.schedules.draw import label
 from megatronish.parallel.schedules.plan import Action
 from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.parallel.schedules.timeline import label
 from megatronish.parallel.sharding import collect_shardings, initialize
 
 S, B, D, VOCABULARY = 6, 2, 8, 12

@@ -22,8 +22,8 @@ from megatronish.estimate.links import preflight
 from megatronish.estimate.links.facts import Free, Needs, differing, lacking, ranks_text
 from megatronish.estimate.links.preflight import Subject
 from megatronish.formats.start import read_start
-from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.place import Place
+from megatronish.launch.rendezvous import refuse_addresses
 from megatronish.parallel.mesh import Mesh
 from megatronish.train.preflight import preflight_run
 

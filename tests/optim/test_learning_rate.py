@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatronish.config.batch_sizes import parse_batch_sizes
 from megatronish.config.sections.optimizer import OptimizerConfig
-from megatronish.config.sections.training import TrainingConfig
+from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.optim.schedules import (
     BatchSizeSchedule,
     LearningRateSchedule,

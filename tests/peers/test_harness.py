@@ -12,7 +12,7 @@ import yaml
 from chat_models import write_adapter, write_chat_model
 from paths import ROOT
 
-from megatronish.commands.table import COMMANDS
+from megatronish.commands.main import COMMANDS
 
 evaluate = COMMANDS["evaluate"].main()
 

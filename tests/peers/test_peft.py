@@ -9,7 +9,7 @@ import torch
 from conversions import logits_of, to_ours
 from torch import Tensor
 
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.formats import native
 from megatronish.formats.adapters import INFIX, SavedAdapter, under_names_of_checkpoints
 from megatronish.formats.convert import convert

@@ -16,8 +16,8 @@ import pytest
 from chat_models import write_adapter, write_chat_model
 from paths import ROOT
 
-from megatronish.commands.table import COMMANDS
-from megatronish.inference.saved_model import find_trained
+from megatronish.commands.main import COMMANDS
+from megatronish.inference.load import find_trained
 from megatronish.tokenizer.tokenizer import build_tokenizer
 
 serve = COMMANDS["serve"].main()

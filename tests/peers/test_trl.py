@@ -14,7 +14,7 @@ from conversions import to_ours
 from torch import Tensor, nn
 
 from megatronish.core.names import OBJECTIVE_NAMES
-from megatronish.data.collate import Collator
+from megatronish.data.loader import Collator
 from megatronish.data.sample import Sample
 from megatronish.inference.load import load_model
 from megatronish.model.batch import MicroBatch, StepNumbers

@@ -15,7 +15,7 @@ from saved_runs import read_whole
 from torch import Tensor
 
 from megatronish.commands import convert, draw, preprocess, verify
-from megatronish.commands.table import COMMANDS
+from megatronish.commands.main import COMMANDS
 from megatronish.config.read import read_config
 from megatronish.formats.safetensors import read_folder
 from megatronish.launch.place import Place

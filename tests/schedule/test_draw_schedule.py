@@ -13,13 +13,12 @@ from matplotlib.figure import Figure
 from paths import ROOT
 
 from megatronish.commands.draw import main
-from megatronish.parallel.schedules.draw import draw
 from megatronish.parallel.schedules.draw_png import draw_png
 from megatronish.parallel.schedules.plan import Action
 from megatronish.parallel.schedules.recorded import Recorded
 from megatronish.parallel.schedules.simulate import Costs, simulate
 from megatronish.parallel.schedules.table import SCHEDULES
-from megatronish.parallel.schedules.timeline import Timed
+from megatronish.parallel.schedules.timeline import Timed, draw
 
 STEP = Recorded(
     "1f1b", [[("F", 0, 0, 5.0, 6.0), ("B", 0, 0, 9.0, 11.0)], [("F", 0, 0, 6.5, 7.5), ("B", 0, 0, 7.5, 9.0)]]

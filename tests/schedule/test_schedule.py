@@ -8,11 +8,10 @@ from itertools import product
 import pytest
 
 from megatronish.core.errors import UserError
-from megatronish.parallel.schedules.draw import draw
 from megatronish.parallel.schedules.plan import Action, Plan, StageChunk, looped, v_shaped
 from megatronish.parallel.schedules.simulate import Costs, refuse_crossing, refuse_hang, simulate
 from megatronish.parallel.schedules.table import SCHEDULES
-from megatronish.parallel.schedules.timeline import TimedPlan
+from megatronish.parallel.schedules.timeline import TimedPlan, draw
 
 SIZES = list(product(range(1, 9), range(1, 17)))
 

@@ -8,10 +8,10 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatronish.config.sections.chat import TrainOn
+from megatronish.config.sections.data import TrainOn
 from megatronish.data.chat.audit import runs_of
 from megatronish.data.chat.encoder import ChatEncoder, EncodedChat
-from megatronish.data.chat.formats import read_record
+from megatronish.data.chat.prepare import read_record
 from megatronish.data.chat.template import ChatTemplate
 from megatronish.tokenizer.tokenizer import HuggingFaceTokenizer, Tokenizer
 

@@ -18,7 +18,7 @@ from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.layers import LAYERS
 from megatronish.tokenizer.names import TOKENIZER_NAMES
 from megatronish.tokenizer.tokenizer import TOKENIZERS
-from megatronish.train.hooks.table import HOOKS
+from megatronish.train.trainer import HOOKS
 
 EXAMPLES = ROOT / "examples" / "plugins"
 

@@ -10,15 +10,12 @@ from chat_tokenizers import save_tokenizer, write_lines
 from theorem import Held, Parts
 
 from megatronish.config.config import Config
-from megatronish.config.sections.adapter import AdapterConfig
-from megatronish.config.sections.chat import ChatConfig
-from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.data import ChatConfig, DataConfig
+from megatronish.config.sections.finetuning import AdapterConfig, PreferenceConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.config.sections.preference import PreferenceConfig
-from megatronish.config.sections.recompute import RecomputeConfig
-from megatronish.config.sections.training import TrainingConfig
+from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place

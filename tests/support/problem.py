@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.config.sections.recompute import RecomputeConfig
-from megatronish.config.sections.training import AttentionBackend
+from megatronish.config.sections.training import AttentionBackend, RecomputeConfig
 from megatronish.core.layout import Layout
 
 SEED = 7

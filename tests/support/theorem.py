@@ -17,8 +17,7 @@ from torch import Tensor
 from megatronish.config.config import Config
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.training import TrainingConfig
-from megatronish.data.collate import Collator
-from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.sample import Sample
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
@@ -28,7 +27,7 @@ from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.streams import numpy_stream
 from megatronish.report.statistics import params_norm
 from megatronish.train.base_model import draw_base
-from megatronish.verify.layout_trace import Choices, RoutingRecorder
+from megatronish.verify.verify import Choices, RoutingRecorder
 
 
 class Held(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 from pairwise import Chosen, Pair, covered_pairs, pairwise
 from problem import CHUNKS, Problem, Spread
 
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
-from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.training import RecomputeConfig
 from megatronish.core.layout import Layout
 
 LAYOUTS = [

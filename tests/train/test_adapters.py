@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.model.adapters import is_adapter

@@ -9,7 +9,7 @@ from jobs import tiny
 from ranks import run_ranks
 
 from megatronish.config.read import read_config
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.core.errors import RunError
 from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place

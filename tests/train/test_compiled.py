@@ -21,8 +21,7 @@ from torch._dynamo.utils import counters
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.layout import Layout
-from megatronish.data.collate import Collator
-from megatronish.data.loader import BatchShare, micro_batches
+from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.launch.place import Place
 from megatronish.model.compiled import why_not_compiled
 from megatronish.parallel.mesh import Mesh

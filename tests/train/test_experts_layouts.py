@@ -20,7 +20,7 @@ from megatronish.launch.place import Place
 from megatronish.train.checkpoint_state import tensors_of
 from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
-from megatronish.verify.layout_trace import RoutingRecorder
+from megatronish.verify.verify import RoutingRecorder
 
 STEPS = 3
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 24"

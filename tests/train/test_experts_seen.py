@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatronish.report.metrics import compact_parts, console_parts
-from megatronish.report.plot import read_lines
-from megatronish.report.plot_experts import plot_experts, read_counts
+from megatronish.report.plot import plot_experts, read_counts, read_lines
 
 MODEL = (
     f"--num-layers 4 --seq-length 24 --global-batch-size 8 --num-experts 8 --moe-ffn-hidden-size 24 {NO_DROPOUT} "

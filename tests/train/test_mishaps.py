@@ -22,7 +22,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError, WholeRunError
 from megatronish.core.files import naming
 from megatronish.data.chat.setup import read_template
-from megatronish.formats.hf.config_json import read_json
+from megatronish.formats.hf.family import read_json
 from megatronish.formats.peft import config as peft
 from megatronish.formats.safetensors import read_file
 from megatronish.launch.os_errors import is_lost_rank, mishap

@@ -8,7 +8,7 @@ from preference_runs import LORA, Case, Seen, Spread, one_step, write_preference
 from ranks import run_ranks
 
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.config.sections.recompute import RecomputeConfig
+from megatronish.config.sections.training import RecomputeConfig
 
 FULL = RecomputeConfig(recompute_granularity="full")
 DPO = Case("dpo", {"beta": 0.5, "label_smoothing": 0.1}, LORA, dropout=0.1)

@@ -20,12 +20,11 @@ from megatronish.checkpoint.folder import read_state
 from megatronish.commands.convert import main as convert
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.engine.build import build_engine, place_on
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.quantised import quantised as quantised_cost
-from megatronish.formats.load_sharded import load_weights
-from megatronish.formats.quantised import quantised
+from megatronish.formats.load_sharded import load_weights, quantised
 from megatronish.formats.weights import LazyTensor
 from megatronish.launch.place import Place
 from megatronish.layers.nf4 import NF4Weight

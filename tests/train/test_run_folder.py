@@ -9,12 +9,12 @@ import pytest
 from chat_tokenizers import said, save_tokenizer, write_lines
 from jobs import Finished, call_main, checkpoints_of, run_job, state_of, steps_of, tiny, train_on_ranks, write_tokens
 
-from megatronish.checkpoint.arguments import read_arguments
 from megatronish.commands.main import run
 from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
 from megatronish.config.portable import HERE, absolute
 from megatronish.config.settings import read_file
+from megatronish.formats.start import read_arguments
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 CHATS = "--vocab-size 300 --dataset-type chat --seq-length 64"
@@ -56,7 +56,7 @@ def test_a_moved_run_generates_chats_and_is_evaluated_from_anywhere(moved: Path,
 
 def test_the_template_of_a_moved_run_is_its_copy(moved: Path) -> None:
     from megatronish.inference.chat import ChatPrompts
-    from megatronish.inference.saved_model import find_trained
+    from megatronish.inference.load import find_trained
     from megatronish.tokenizer.tokenizer import build_tokenizer
 
     found = find_trained(moved)

@@ -8,8 +8,7 @@ import torch
 from torch.profiler import profile
 
 from megatronish.parallel.ranges import marked
-from megatronish.report.breakdown import MEANINGS, Breakdown
-from megatronish.report.timeline import ROWS, Event
+from megatronish.report.breakdown import MEANINGS, ROWS, Breakdown, Event
 
 _numbers = count(1)
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from megatronish.commands import verify as verify_layout
 from megatronish.engine.balancing import Balancing, ExpertLoad
 from megatronish.layers.router import Router, RouterSettings
-from megatronish.verify.layout_trace import Choices, Rerouted, Trace
-from megatronish.verify.verify import compare, routing_report
+from megatronish.verify.verify import Choices, Rerouted, Trace, compare, routing_report
 
 EXPERTS = (
     "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "

@@ -13,8 +13,7 @@ from megatronish.layers.norm import Norm
 from megatronish.model.context import Context
 from megatronish.model.gpt import TransformerBlock
 from megatronish.parallel.sharding import Sharding
-from megatronish.verify.layout_trace import Trace
-from megatronish.verify.verify import compare
+from megatronish.verify.verify import Trace, compare
 
 
 def verify(folder: Path, flags: str, **options: object) -> Finished:

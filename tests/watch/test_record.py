@@ -15,7 +15,7 @@ from megatronish.parallel import comm
 from megatronish.parallel.mesh import Mesh
 from megatronish.watch.hang_diagnosis import RanksSeen, different
 from megatronish.watch.heartbeat import Collective, bare_beat
-from megatronish.watch.limits import HangLimits
+from megatronish.watch.observer import HangLimits
 from megatronish.watch.record import RankRecord
 from megatronish.watch.shared_ring import RING, SharedRing, read_ring
 from megatronish.watch.watchdog import Watchdog

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from megatronish.core.layout import Layout
-from megatronish.watch.hang_diagnosis import RanksSeen, verdict
-from megatronish.watch.hang_message import RankWords
+from megatronish.watch.hang_diagnosis import RanksSeen, RankWords, verdict
 from megatronish.watch.heartbeat import Beat, Collective, ThreadBeat, beat_of
-from megatronish.watch.limits import HangLimits
+from megatronish.watch.observer import HangLimits
 
 TP, DP, WORLD = "tp:0+2", "dp:0+2", "world:0+4"
 MEMBERS = {TP: [0, 1], DP: [0, 2], "tp:2+2": [2, 3], "dp:1+2": [1, 3], WORLD: [0, 1, 2, 3]}

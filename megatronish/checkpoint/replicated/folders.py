@@ -1,13 +1,27 @@
-"""Folders of copies on a host: made for their user alone, and removed with what lies around them."""
+"""Folders of copies on a host: made for their user alone, within its memory, and removed once no run needs them.
 
+A folder says which run it is of, and a rank locks it while the run lives. An orphan is one that is not locked, and
+whose run is not there: its folder of checkpoints has another name for copies, or none. That run may have been removed,
+but may also have been moved, or lie on a disk that is not mounted now. So its copies stay for a day, unless the room is
+needed. Where the folder of checkpoints cannot be seen, as on a store or in another container, they stay for a week.
+
+What is written to /dev/shm counts towards the limit of the container that writes it. A container may have a limit far
+below the size of its /dev/shm, and beyond it the system ends a process instead of refusing a write.
+"""
+
+import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import time
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from megatronish.checkpoint.remote import Location, RemotePath
 from megatronish.core.files import private_folder, write_durably
@@ -17,8 +31,6 @@ from megatronish.core.files import private_folder, write_durably
 # A run whose checkpoints are removed has none, nor has a folder that was copied: the file says where it was written,
 # and if a folder with the same digits is there still, this one is its copy. If none is there, it was moved. Numbers and
 # times of files say nothing: network file systems and overlays change them, and hard links share them.
-
-
 ID = ".copies"
 """File among a run's checkpoints, of which its folders of copies have their name."""
 NAME = re.compile("[0-9a-f]{32}")
@@ -87,3 +99,109 @@ def remove_folder(folder: Path) -> None:
     if folder.parent.name == folder_of_user():
         with suppress(OSError):
             folder.parent.rmdir()
+
+
+OWNER = "owner"
+DAY = 86400.0
+"""Seconds after which a folder is an orphan whose run is not where it was."""
+LONG = 7 * DAY
+"""Seconds after which a folder is an orphan whose run cannot be asked for."""
+
+
+def own(folder: Path, save_place: Location) -> BinaryIO:
+    """Say in a folder of copies whose it is, and lock it until the file that is returned is closed."""
+    place = os.path.realpath(save_place) if isinstance(save_place, Path) else str(save_place)
+    path = folder / OWNER
+    path.write_text(json.dumps({"host": os.uname().nodename, "save": place}))
+    file = path.open("rb")
+    with suppress(OSError):  # some network file systems have no locks
+        fcntl.flock(file, fcntl.LOCK_SH)  # who looks whether it is an orphan has it for a moment
+    return file
+
+
+def remove_orphans(parent: Path, *, but: str, moved_for: float = DAY) -> list[Path]:
+    """Remove folders of copies in `parent` that no run needs; what cannot be removed stays. `but` is the own one.
+
+    A run that is not where it was may have moved: its folder stays for `moved_for` seconds after the last change.
+    Returns the folders that were removed.
+    """
+    removed = orphans_in(parent, but=but, moved_for=moved_for)
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return [folder for folder in removed if not folder.exists()]
+
+
+def orphans_in(parent: Path, *, but: str, moved_for: float = DAY) -> list[Path]:
+    """The folders that `remove_orphans` removes."""
+    found = []
+    with suppress(OSError):
+        for folder in list(parent.iterdir()):
+            if folder.name != but and NAME.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
+                with suppress(OSError):
+                    if _is_orphan(folder, moved_for):
+                        found.append(folder)
+    return found
+
+
+def _is_orphan(folder: Path, moved_for: float) -> bool:
+    owner, limit = folder / OWNER, LONG
+    if owner.is_file():
+        with owner.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            text = file.read()
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            said = json.loads(text)
+            save = Path(str(said["save"]))
+            if read_id(save)[0] == folder.name:
+                return False
+            if save.is_absolute() and save.is_dir() and said["host"] == os.uname().nodename:
+                limit = moved_for
+    changed = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
+    return time.time() - max(changed) >= limit
+
+
+GROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+
+
+class _Files(NamedTuple):
+    limit: str
+    usage: str
+    reclaimable: str  # in memory.stat: pages of files, which the system drops when it needs memory
+
+
+VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def bytes_within_limits(groups: Path = GROUPS, own: Path = OWN) -> float:
+    """Bytes that this process may take before the first limit of its groups; infinity without one."""
+    rooms = [math.inf]
+    for group, files in _groups(groups, own):
+        with suppress(OSError, ValueError):  # "max" is no number, and the root has no files
+            limit, usage = (int((group / name).read_text()) for name in (files.limit, files.usage))
+            words = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+            rooms.append(limit - usage + sum(int(value) for name, value in words if name == files.reclaimable))
+    return max(min(rooms), 0)
+
+
+def _groups(groups: Path, own: Path) -> Iterator[tuple[Path, _Files]]:
+    """The folders of this process's groups and of those around them. In a container the root is its own group."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, files = (groups / "memory", VERSION_1) if controllers else (groups, VERSION_2)
+        group = root / name.lstrip("/")
+        while group != root:
+            yield group, files
+            group = group.parent
+        yield root, files

@@ -19,10 +19,16 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from megatronish.checkpoint.folder import steps_in
-from megatronish.checkpoint.replicated.folders import folder_of_user, make_folder, remove_folder
+from megatronish.checkpoint.replicated.folders import (
+    OWNER,
+    bytes_within_limits,
+    folder_of_user,
+    make_folder,
+    orphans_in,
+    remove_folder,
+    remove_orphans,
+)
 from megatronish.checkpoint.replicated.hosts import Hosts
-from megatronish.checkpoint.replicated.memory_limit import bytes_within_limits
-from megatronish.checkpoint.replicated.orphans import OWNER, orphans_in, remove_orphans
 from megatronish.core.errors import UserError
 from megatronish.parallel.all_or_none import from_all, from_one
 from megatronish.parallel.mesh import Axis

@@ -8,26 +8,33 @@ consists of; of the tensors it has the files of its own ranks and those that the
 
 It is written under a hidden name. Once every rank has what it writes and keeps, verified, the hosts rename it, and once
 all have renamed it they remove the copy before it. So whenever a run is killed, one whole copy is there.
+
+Files go to the neighbour over a process group of gloo, piece by piece. All ranks know the whole list of transfers. In
+each round the next piece of every transfer is sent; a rank takes part in the rounds of its own transfers. It posts
+everything that it receives and sends in a round before it waits, so no ring of ranks waits for itself.
 """
 
 import json
+import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
 from megatronish.checkpoint.folder import NAME, STATE, name_of, partial_name_of
 from megatronish.checkpoint.metadata import METADATA
 from megatronish.checkpoint.replicated.hosts import Hosts
-from megatronish.checkpoint.replicated.transfer import Transfer, move
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.core.errors import RunError
 from megatronish.core.files import sync_folder, write_durably
+from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import all_or_none, from_one
 from megatronish.parallel.mesh import Axis
 
@@ -126,3 +133,101 @@ def remove_partial(folder: Path) -> None:
     for path in folder.glob(".host_*"):
         with suppress(OSError):
             path.unlink()
+
+
+PIECE_BYTES = 2**23
+
+
+class Transfer(NamedTuple):
+    """File of `length` bytes that rank `source` has and rank `target` gets, under the same name in its own folder."""
+
+    name: str
+    length: int
+    source: int
+    target: int
+
+
+def move(transfers: Sequence[Transfer], folder: Path, axis: Axis) -> None:
+    """Send and receive files of `folder`; every rank that is named by a transfer calls this with the same list.
+
+    OSError if this rank could not read or write a file of its own: the caller must tell all ranks.
+    """
+    for error in failures_of(transfers, folder, axis).values():
+        raise error
+
+
+def failures_of(transfers: Sequence[Transfer], folder: Path, axis: Axis) -> dict[Transfer, OSError]:
+    """Send and receive, as `move` does; errors of this rank by transfer.
+
+    A rank that cannot read or write its file takes part to the end, so that no peer waits for it. What was received
+    from it is wrong: only both ends know together whether a transfer has failed.
+    """
+    ends = [_End(transfer, tag, folder, axis) for tag, transfer in enumerate(transfers) if _is_mine(transfer, axis)]
+    with ExitStack() as files:
+        for end in ends:
+            end.open(files)
+        while active := [end for end in ends if end.has_more]:
+            for work in [end.post() for end in active]:
+                work.wait()
+            for end in active:
+                end.keep()
+    return {end.transfer: end.error for end in ends if end.error is not None}
+
+
+def _is_mine(transfer: Transfer, axis: Axis) -> bool:
+    return axis.rank in (transfer.source, transfer.target) and transfer.source != transfer.target
+
+
+class _End:
+    """One end of a transfer: the sender reads pieces of its file, the receiver writes them."""
+
+    def __init__(self, transfer: Transfer, tag: int, folder: Path, axis: Axis) -> None:
+        self.transfer, self.tag, self.path, self.axis = transfer, tag, folder / transfer.name, axis
+        self.sends = axis.rank == transfer.source
+        self.error: OSError | None = None
+        self._file: BinaryIO | None = None
+        self._done = 0
+        self._buffer = torch.zeros(min(PIECE_BYTES, transfer.length), dtype=torch.uint8)
+
+    @property
+    def has_more(self) -> bool:
+        return self._done < self.transfer.length
+
+    @property
+    def _piece(self) -> Tensor:
+        return self._buffer[: self.transfer.length - self._done]
+
+    def open(self, files: ExitStack) -> None:
+        try:
+            self._file = files.enter_context(self.path.open("rb" if self.sends else "wb", buffering=0))
+        except OSError as error:
+            self.error = error
+
+    def post(self) -> comm.Pending:
+        """Start to send or to receive the next piece."""
+        if self.sends:
+            self._attempt()
+            return comm.start_send(self._piece, self.axis, to=self.transfer.target, tag=self.tag)
+        return comm.start_receive(self._piece, self.axis, source=self.transfer.source, tag=self.tag)
+
+    def keep(self) -> None:
+        """Take note of the piece that has been sent or received."""
+        if not self.sends:
+            self._attempt()
+        self._done += self._piece.numel()
+
+    def _attempt(self) -> None:
+        """Read the next piece, or write it; after an error no more."""
+        if self._file is None or self.error is not None:
+            return
+        data = memoryview(self._piece.numpy())  # type: ignore[arg-type]
+        try:
+            while data:
+                count = (self._file.readinto if self.sends else self._file.write)(data)  # type: ignore[attr-defined]
+                if not count:
+                    raise OSError(f"{self.path} ends early")
+                data = data[count:]
+            if not self.sends and self._done + self._piece.numel() == self.transfer.length:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self.error = error

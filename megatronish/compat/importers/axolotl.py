@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatronish.compat.importers.axolotl_data import data_sets, is_file, preferences
-from megatronish.compat.importers.axolotl_keys import (
+from megatronish.compat.importers.axolotl_data import (
     ABSENT,
     CHECKPOINTS,
     DECAYS,
@@ -17,9 +16,11 @@ from megatronish.compat.importers.axolotl_keys import (
     RULES,
     SPEED,
     STRATEGIES,
+    data_sets,
+    is_file,
+    preferences,
 )
-from megatronish.compat.importers.deepspeed import from_deepspeed
-from megatronish.compat.importers.deepspeed_keys import OF_ONE_RANK
+from megatronish.compat.importers.deepspeed import OF_ONE_RANK, from_deepspeed
 from megatronish.compat.importers.imported import (
     Imported,
     apply,

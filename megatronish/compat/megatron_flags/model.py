@@ -1,6 +1,6 @@
 """Megatron-LM's flags of the model, of precision, of recomputation and of fused kernels."""
 
-from megatronish.compat.megatron_flags.known import (
+from megatronish.compat.megatron_flags.families import (
     GIVEN,
     Known,
     all_idle,

@@ -1,6 +1,6 @@
 """Megatron-LM's flags of parallelism: stages, communication, ZeRO and FSDP."""
 
-from megatronish.compat.megatron_flags.known import Known, all_idle, by_value, idle, instead, means, refused, renamed
+from megatronish.compat.megatron_flags.families import Known, all_idle, by_value, idle, instead, means, refused, renamed
 
 _SPEED = "it changes speed alone"
 _OVERLAP = "it changes speed alone, and which collectives overlap is decided here"

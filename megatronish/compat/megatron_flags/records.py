@@ -1,6 +1,6 @@
 """Megatron-LM's flags of data, tokenizers, checkpoints, logs and profiles."""
 
-from megatronish.compat.megatron_flags.known import Known, all_idle, idle, instead, means, refused, renamed
+from megatronish.compat.megatron_flags.families import Known, all_idle, idle, instead, means, refused, renamed
 
 _SPEED = "it changes speed alone"
 _CHECKPOINTS = "checkpoints are written by all ranks together and load in every layout"

@@ -5,8 +5,7 @@ names, or it is *idle* (accepted, because it changes no number of the run), or s
 or it is *refused*, with a remedy. Values in `harmless` turn the others into an idle flag.
 """
 
-from megatronish.compat.megatron_flags.families import FAMILY_FLAGS
-from megatronish.compat.megatron_flags.known import Known, negation
+from megatronish.compat.megatron_flags.families import FAMILY_FLAGS, Known, negation
 from megatronish.compat.megatron_flags.model import EXPERTS, FUSION, MODEL, PRECISION, RECOMPUTE
 from megatronish.compat.megatron_flags.parallel import COMMUNICATION, PIPELINE, SHARDING
 from megatronish.compat.megatron_flags.records import CHECKPOINT, DATA, DEEPSPEED, LOG, TOKENIZER, TRAINER

@@ -1,6 +1,6 @@
 """Megatron-LM's flags of the loop, the optimizer and the checks of a run."""
 
-from megatronish.compat.megatron_flags.known import Known, all_idle, idle, instead, means, refused, renamed
+from megatronish.compat.megatron_flags.families import Known, all_idle, idle, instead, means, refused, renamed
 
 _SPEED = "it changes speed alone"
 _FAULTS = "faulty hardware is not searched for; a rank that fails ends the run, which resumes from its checkpoint"

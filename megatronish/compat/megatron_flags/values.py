@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megatronish.compat.megatron_flags.known import Pairs
+from megatronish.compat.megatron_flags.families import Pairs
 from megatronish.tokenizer.names import MEGATRON_TOKENIZERS
 
 # {field: {Megatron-LM's value: ours}}

@@ -3,7 +3,7 @@
 from megatronish.config.config import Config
 from megatronish.config.fields import one_of
 from megatronish.config.rules.rule import MESH, ConfigRule, divide
-from megatronish.config.sections.experts import parse_frequency
+from megatronish.config.sections.model import parse_frequency
 
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 

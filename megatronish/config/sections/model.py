@@ -1,14 +1,109 @@
-"""Section [model] of a config: the architecture, under Megatron-LM's flag names. Derived sizes are properties."""
+"""Section [model] of a config: the architecture, under Megatron-LM's flag names. Derived sizes are properties.
 
+Which layers have experts or a window is a pattern in Megatron-LM's notation: a number N, or a list such as "[1]*3+[0]".
+"""
+
+import ast
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
 
-from megatronish.config.layer_pattern import read_marks
 from megatronish.config.marks import REQUIRED, TRAINING_ONLY, NamedIn, at_least, at_most, fraction, greater_than
-from megatronish.config.sections.experts import ExpertOptions, has_experts
+from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, in_braces
+
+MOST_LAYERS = 1_000_000
+LOAD_BALANCING = ("none", "seq_aux_loss", "global_aux_loss")
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Experts in the place of MLPs: how many, how wide, in which layers, and how tokens choose them."""
+
+    num_experts: Annotated[int | None, at_least(1), at_most(32_767)] = None
+    """Routed experts E of a layer. Without it all layers are dense."""
+    moe_router_topk: Annotated[int, at_least(1), at_most(32_767)] = 2
+    """Experts K that each token chooses."""
+    moe_ffn_hidden_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
+    """Inner width of one expert. Derived: --ffn-hidden-size."""
+    moe_layer_freq: str = "1"
+    """Which layers have experts: N, every Nth from the first on; or a list such as ([0]*3+[1]*58), 1 for experts."""
+    moe_shared_expert_intermediate_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
+    """Inner width, in all, of experts that every token passes."""
+    moe_shared_expert_gate: bool = False
+    """The output of the shared experts is multiplied by a gate, one number a token (Qwen2-MoE)."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts from the router's logits."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice, instead of over the chosen ones."""
+    moe_router_norm_topk_prob: bool = False
+    """With --moe-router-pre-softmax: the weights of the chosen experts are divided by their sum (norm_topk_prob)."""
+    moe_router_num_groups: Annotated[int | None, at_least(1), at_most(32_767)] = None
+    """Groups of experts, of which a token may choose from --moe-router-group-topk."""
+    moe_router_group_topk: Annotated[int | None, at_least(1), at_most(32_767)] = None
+    """Groups that a token chooses from."""
+    moe_router_topk_scaling_factor: Annotated[float | None, greater_than(0)] = None
+    """Factor of the weights of the chosen experts."""
+    moe_input_jitter_eps: Annotated[float, at_least(0), at_most(1), TRAINING_ONLY] = 0.0
+    """The input of routers is multiplied by random values of 1 - eps to 1 + eps in training; 0: it is not."""
+    moe_router_force_load_balancing: Annotated[bool, TRAINING_ONLY] = False
+    """For benchmarks alone: tokens go to random experts in training, with the router's weights."""
+    moe_expert_capacity_factor: Annotated[float | None, greater_than(0)] = None
+    """Most tokens of a sequence that an expert takes, times the mean; later ones are dropped. Derived: no limit."""
+    moe_router_enable_expert_bias: bool = False
+    """A bias of each expert's score, for the choice alone, which every step moves towards balance (no loss)."""
+    moe_router_bias_update_rate: Annotated[float, at_least(0), TRAINING_ONLY] = 1e-3
+    """By how much a step moves that bias."""
+    moe_router_load_balancing_type: Annotated[Literal["none", "seq_aux_loss", "global_aux_loss"], TRAINING_ONLY] = (
+        "seq_aux_loss"
+    )
+    """Loss that balances the load: of each sequence, or of the whole batch with the choices of the step before."""
+    moe_aux_loss_coeff: Annotated[float, at_least(0), TRAINING_ONLY] = 0.0
+    """Coefficient of that loss."""
+    moe_z_loss_coeff: Annotated[float, at_least(0), TRAINING_ONLY] = 0.0
+    """Coefficient of the z-loss, which keeps the router's logits small."""
+
+
+def has_experts(frequency: str, layer: int) -> bool:
+    """Whether the layer has experts by --moe-layer-freq; ValueError for text that is neither a number nor a list.
+
+    A list that is too short, which the rules refuse, has none in the layers after it.
+    """
+    pattern = parse_frequency(frequency)
+    return layer % pattern == 0 if isinstance(pattern, int) else layer < len(pattern) and bool(pattern[layer])
+
+
+def parse_frequency(text: str) -> int | list[int]:
+    """ "2" -> 2, "([0]*1+[1]*3)" -> [0, 1, 1, 1]: numbers, lists, + and * alone; ValueError for anything else."""
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text!r} is neither a number nor a list such as ([0]*3+[1]*58)") from error
+
+
+def _value(node: ast.AST) -> int | list[int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) <= MOST_LAYERS:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_number(each) for each in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _value(node.left), _value(node.right)
+        # Measured before it is made: a product of lists could fill the memory.
+        lists = [value for value in (left, right) if isinstance(value, list)]
+        times = [value for value in (left, right) if isinstance(value, int)]
+        if isinstance(node.op, ast.Mult) and lists and times and len(lists[0]) * times[0] > MOST_LAYERS:
+            raise ValueError("more layers than a model has")
+        return left + right if isinstance(node.op, ast.Add) else left * right  # type: ignore[operator]
+    raise SyntaxError("another expression")
+
+
+def _number(node: ast.AST) -> int:
+    value = _value(node)
+    if isinstance(value, list):
+        raise TypeError("a list in a list")
+    return value
+
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "quick_geglu", "squared_relu"]
 """Nonlinearity of an MLP; swiglu and quick_geglu are gated, gelu_tanh is GELU in its tanh form."""
@@ -221,3 +316,64 @@ class ModelConfig(ExpertOptions, DenseOptions):
     def expert_ffn_size(self) -> int:
         """Inner width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+
+LONGEST = 100_000
+NOTATION = 'a number N for every N-th layer, or a list of 0 and 1 such as "[1]*3+[0]"'
+
+
+def marked_layers(text: str, *, num_layers: int, every_nth: bool) -> tuple[bool, ...]:
+    """Layers that a pattern marks, first layer first; ValueError for a text that is no pattern of so many layers.
+
+    A list marks with 1. A number N marks every N-th layer, or, with `every_nth` false, all layers but those.
+    """
+    try:
+        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"is no pattern; it must be {NOTATION}") from error
+    if isinstance(found, int):
+        if found < 1:
+            raise ValueError("must be at least 1")
+        return tuple((number % found == 0) == every_nth for number in range(1, num_layers + 1))
+    if any(mark not in (0, 1) for mark in found):
+        raise ValueError("must be a list of 0 and 1")
+    if len(found) != num_layers:
+        raise ValueError(f"is a list of {len(found)}, and must have one number for each of num_layers={num_layers}")
+    return tuple(map(bool, found))
+
+
+def canonical(marks: tuple[bool, ...]) -> str:
+    """The list of a pattern, written out."""
+    return str([int(mark) for mark in marks])
+
+
+def read_marks(name: str, text: str, *, num_layers: int, every_nth: bool) -> tuple[bool, ...]:
+    """`marked_layers` of the field `name`; UserError for a text that is no pattern."""
+    try:
+        return marked_layers(text, num_layers=num_layers, every_nth=every_nth)
+    except ValueError as error:
+        raise UserError(f"{name}={text} {error}") from error
+
+
+def _evaluated(node: ast.expr) -> int | list[int]:
+    """Value of an expression of whole numbers, lists, + and *."""
+    match node:
+        case ast.Constant(int(value)) if not isinstance(value, bool):
+            return value
+        case ast.List(items) | ast.Tuple(items):
+            values = [_evaluated(item) for item in items]
+            if all(isinstance(value, int) for value in values):
+                return [value for value in values if isinstance(value, int)]
+        case ast.BinOp(left, ast.Add(), right):
+            first, second = _evaluated(left), _evaluated(right)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
+        case ast.BinOp(left, ast.Mult(), right):
+            first, second = _evaluated(left), _evaluated(right)
+            if isinstance(first, int):
+                first, second = second, first
+            if isinstance(first, list) and isinstance(second, int):
+                if len(first) * second > LONGEST:
+                    raise ValueError(f"is a list of more than {LONGEST}")
+                return first * second
+    raise ValueError(f"is no pattern; it must be {NOTATION}")

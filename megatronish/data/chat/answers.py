@@ -24,8 +24,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatronish.data.chat.conversation import Conversation, Message
-from megatronish.data.chat.sandbox import GENERATION_MARKS
 from megatronish.data.chat.template import (
+    GENERATION_MARKS,
     LARGEST_MARK,
     MARKS,
     ChatTemplate,

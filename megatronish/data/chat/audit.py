@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megatronish.core.errors import spelled
-from megatronish.data.chat.counts import MOST_TOLD
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
+from megatronish.data.chat.masked import MOST_TOLD
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.tokenizer.control_tokens import ControlEncoder
 from megatronish.tokenizer.tokenizer import Tokenizer

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from megatronish.core.errors import UserError
 from megatronish.data.blend import Blend
+from megatronish.data.chat.conversation import kind_of
 from megatronish.data.chat.file import FORMAT, ChatFile, shuffled
-from megatronish.data.chat.preferences import kind_of
 from megatronish.data.chat.prepare import prepared
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, Sample
 from megatronish.data.samples import TooSmallError

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronish.config.sections.chat import TrainOn
+from megatronish.config.sections.data import TrainOn
 from megatronish.data.chat.answers import Rendered, TextSpan, UnclearError, render_answers
 from megatronish.data.chat.conversation import Conversation, Message, PlainText
 from megatronish.data.chat.template import ChatTemplate

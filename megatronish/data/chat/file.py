@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.data.chat.conversation import PAIRED
 from megatronish.data.chat.masked import MaskedTokens
-from megatronish.data.chat.preferences import PAIRED
 from megatronish.parallel.streams import numpy_stream
 
 FORMAT = "megatronish packed chats 1"

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.estimate.costs.candidate import Candidate, candidate_of
 from megatronish.estimate.costs.layer_kind_memory import ChunkKinds, LayerKind, LayerMemory, StageKinds, layer_kinds
 from megatronish.estimate.costs.memory_table import Memory

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.specs.adapter_targets import (
     LinearSection,

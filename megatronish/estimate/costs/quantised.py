@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.specs.adapter_targets import LinearSection, linear_sections, sections_of_layer

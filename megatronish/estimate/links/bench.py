@@ -22,9 +22,9 @@ from megatronish.estimate.links.fit import FEWEST_SIZES, LinkFit
 from megatronish.estimate.links.measure import LinkTimes, Runs, fits, measure
 from megatronish.estimate.links.preflight import Subject, preflight
 from megatronish.estimate.links.settings import LinkArguments, groups_of
-from megatronish.launch.addresses import refuse_addresses
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
+from megatronish.launch.rendezvous import refuse_addresses
 from megatronish.parallel.mesh import Mesh, leave
 
 # Text tables of measured collectives and of their fits.

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatronish.config.config import Config
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.core.names import OBJECTIVE_NAMES

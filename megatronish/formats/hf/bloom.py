@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import HEAD, FamilyTensors, ModelFamily, first_true, not_gpt_block
+from megatronish.formats.hf.family import HEAD, ConfigJson, FamilyTensors, ModelFamily, first_true, not_gpt_block
 from megatronish.formats.tensor_rule import TensorRule, same_tensors
 
 if TYPE_CHECKING:

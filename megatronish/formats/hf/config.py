@@ -13,9 +13,8 @@ from typing import Any
 from megatronish.config.check import absurd_size
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.formats.hf.config_json import CONFIG, CORRECT, ConfigJson, read_json
 from megatronish.formats.hf.families import FAMILIES
-from megatronish.formats.hf.family import in_no_family
+from megatronish.formats.hf.family import CONFIG, CORRECT, ConfigJson, in_no_family, read_json
 from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
 from megatronish.formats.hf.window import WINDOW_KEYS
 from megatronish.tokenizer.names import tokenizer_in

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import HEAD, FamilyTensors, ModelFamily, first_true, not_gpt_block
+from megatronish.formats.hf.family import HEAD, ConfigJson, FamilyTensors, ModelFamily, first_true, not_gpt_block
 from megatronish.formats.tensor_rule import TensorRule, same_tensors, transposed_tensors
 
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "exact", "relu2": "relu2"}

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import expert_tensors
-from megatronish.formats.hf.family import HEAD, ExpertNames, FamilyTensors, ModelFamily, first_true
+from megatronish.formats.hf.family import HEAD, ConfigJson, ExpertNames, FamilyTensors, ModelFamily, first_true
 from megatronish.formats.hf.rope import read_rope, write_rope
 from megatronish.formats.tensor_rule import TensorRule, concatenated_tensors, same_tensors
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.config_json import ConfigJson
-from megatronish.formats.hf.family import ModelFamily, first_true
+from megatronish.formats.hf.family import ConfigJson, ModelFamily, first_true
 from megatronish.formats.hf.llama import (
     LLAMA_DEFAULTS,
     LLAMA_TENSORS,

@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import not_experts_alone, read_choice, read_experts, write_choice
-from megatronish.formats.hf.family import ExpertNames, ModelFamily, first_true
+from megatronish.formats.hf.family import ConfigJson, ExpertNames, ModelFamily, first_true
 from megatronish.formats.hf.llama import (
     LLAMA_DEFAULTS,
     ROWS,

@@ -3,9 +3,8 @@
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.config_json import ConfigJson
 from megatronish.formats.hf.experts import read_choice, read_experts, read_layers, write_choice, write_layers
-from megatronish.formats.hf.family import ExpertNames, ModelFamily, first_true
+from megatronish.formats.hf.family import ConfigJson, ExpertNames, ModelFamily, first_true
 from megatronish.formats.hf.llama import (
     LLAMA_DEFAULTS,
     ROWS,

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.config_json import CORRECT, ConfigJson
+from megatronish.formats.hf.family import CORRECT, ConfigJson
 
 ORIGINAL = "original_max_position_embeddings"
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL)

@@ -25,9 +25,8 @@ from megatronish.core.errors import UserError
 from megatronish.core.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
-from megatronish.formats.hf.config_json import CONFIG
 from megatronish.formats.hf.families import FAMILIES
-from megatronish.formats.hf.family import HEAD, ExpertNames, FamilyTensors
+from megatronish.formats.hf.family import CONFIG, HEAD, ExpertNames, FamilyTensors
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description, LazyTensor, Model

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from megatronish.config.layer_pattern import canonical
-from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.config_json import CORRECT, ConfigJson
+from megatronish.config.sections.model import ModelConfig, canonical
+from megatronish.formats.hf.family import CORRECT, ConfigJson
 
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.formats.megatron.arguments import model_of, seq_length_of, true_vocab_size
+from megatronish.formats.megatron.arguments import model_of, quote, seq_length_of, true_vocab_size
 from megatronish.formats.megatron.experts import by_expert
 from megatronish.formats.megatron.grid import RankGrid, RankTensor, one_of
 from megatronish.formats.megatron.names import (
@@ -40,7 +40,6 @@ from megatronish.formats.megatron.names import (
     place,
     rules,
 )
-from megatronish.formats.megatron.values import quote
 from megatronish.formats.megatron.write import write
 from megatronish.formats.torch_file.archive import TorchFile, memory_of
 from megatronish.formats.torch_file.unpickler import Arguments, Stored

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.core.errors import UserError
 from megatronish.core.files import new_folder
 from megatronish.formats.adapters import SavedAdapter

@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from megatronish.core.figures import write_figure
-from megatronish.parallel.schedules.draw import tick_of
-from megatronish.parallel.schedules.timeline import Timed, TimedPlan, chunk_letter, chunks_of
+from megatronish.parallel.schedules.timeline import Timed, TimedPlan, chunk_letter, chunks_of, tick_of
 
 COLOURS: dict[str, str] = {"F": "#4a7fcb", "B": "#58ad5f", "W": "#e9b33f"}
 PALER = 0.6  # of the distance to white, for each later chunk

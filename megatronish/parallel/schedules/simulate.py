@@ -16,10 +16,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatronish.core.errors import UserError
-from megatronish.parallel.schedules.draw import draw
 from megatronish.parallel.schedules.plan import Action, Kind, Placement, Plan, StageChunk, looped, routes
 from megatronish.parallel.schedules.table import RECEIVES_AHEAD, PipelineSchedule
-from megatronish.parallel.schedules.timeline import Timed, TimedPlan, Timeline, label, measure
+from megatronish.parallel.schedules.timeline import Timed, TimedPlan, Timeline, draw, label, measure
 
 
 class Costs(NamedTuple):

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
-from megatronish.checkpoint.background import HostCopies, in_background
 from megatronish.checkpoint.remote import location
 from megatronish.checkpoint.replicated.copies import NearbyCopies
+from megatronish.checkpoint.save import HostCopies, in_background
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
 from megatronish.engine.engine import Engine

@@ -27,9 +27,8 @@ from megatronish.train.hooks.replicas import CheckReplicas
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.stragglers import Stragglers
-from megatronish.train.hooks.table import hooks_of
 from megatronish.train.setup import TrainingJob
-from megatronish.train.trainer import Aside, Hook
+from megatronish.train.trainer import Aside, Hook, hooks_of
 
 
 def hooks_of_run(

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from megatronish.checkpoint.background import HostCopies, in_background
 from megatronish.checkpoint.folder import remove_old
 from megatronish.checkpoint.remote import Location
-from megatronish.checkpoint.save import SaveError, save_checkpoint
+from megatronish.checkpoint.save import HostCopies, SaveError, in_background, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.sections.run import CheckpointConfig
 from megatronish.engine.results import NotFiniteError

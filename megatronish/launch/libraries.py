@@ -1,16 +1,24 @@
-"""Freed memory of a process on the CPU: kept for the next step instead of returned to the system, and in huge pages.
+"""Settings of libraries in the process of a rank: torch's determinism and flight recorder, glibc's freed memory.
 
 glibc returns large blocks to the system when they are freed. Every step then gets them again page by page, each cleared
 and mapped at its first use: a tenth of a step of a small model. The peak of memory stays about the same. Pages of 2 MiB
 save two to three percent more: the processor keeps few translations of addresses, and a matrix has many pages of 4 KiB.
+
+The flight recorder is a record of NCCL's collectives on the device, switched on before groups are made. Our own record
+knows what the host has started; that of NCCL knows what the device has finished.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
+
+import torch
+
+from megatronish.config.sections.training import TrainingConfig
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 MADV_HUGEPAGE, HUGE_PAGE = 14, 2**21  # sys/mman.h; bytes
@@ -65,3 +73,55 @@ def _advise_huge_pages(libc: ctypes.CDLL, size: int) -> bool:
         return False
     first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, (start + size) // HUGE_PAGE * HUGE_PAGE
     return bool(libc.madvise(first, last - first, MADV_HUGEPAGE) == 0)
+
+
+# cuBLAS and NCCL read these when they start: a workspace of its own for each stream, and one order of every sum.
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+
+
+def set_determinism(training: TrainingConfig) -> None:
+    """Set torch's switches for --deterministic-mode and --disable-bf16-reduced-precision-matmul.
+
+    With deterministic algorithms, torch's flash attention adds its gradients in one order, and an operation that has no
+    deterministic kernel raises instead of computing. A variable that is set already is left as it is.
+    """
+    torch.use_deterministic_algorithms(training.deterministic_mode)
+    if training.deterministic_mode:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        torch.backends.cudnn.benchmark = False
+        # On by default, it writes NaN to whatever is allocated, once more over the memory, in case something reads
+        # what it has not written. Nothing here does.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
+        not training.disable_bf16_reduced_precision_matmul
+    )
+
+
+# Each has an older name, which torch 2.11 may read instead. A variable that the user has set stays.
+_VARIABLES = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def switch_on_flight_recorder(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have NCCL keep its last 2,000 collectives, and write them to `folder` after a timeout."""
+    for name, value in _VARIABLES.items():
+        environ.setdefault(name, value)
+    for name in _FILES:
+        environ.setdefault(name, str(folder / "nccl_rank_"))
+
+
+def dump_flight_record(path: Path) -> None:
+    """Write this rank's record to a file, for torchfrtrace; nothing where torch has none."""
+    distributed = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        dump = getattr(distributed, name, None)
+        if dump is None:
+            continue
+        with contextlib.suppress(Exception):  # the report matters more
+            path.write_bytes(dump())
+            return
