@@ -115,7 +115,6 @@ LEAVES = {
 APART = {
     "estimate/links/draw_png.py": "matplotlib is imported where a picture is drawn",
     "commands/dry_run.py": "its flags and errors wait for no torch",
-    "launch/orphans.py": "a process of its own, which imports little",
 }
 """Short files with one reader that stay apart, and why."""
 

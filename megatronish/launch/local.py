@@ -32,10 +32,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megatronish.core.errors import UserError
+from megatronish.launch.ancestors import end_with_agent, end_with_parent
 from megatronish.launch.cleanup import meeting_folder
 from megatronish.launch.guard import LOOK_SECONDS, Guard, report_of
 from megatronish.launch.imports import importing
-from megatronish.launch.orphans import end_with_agent, end_with_parent
 from megatronish.launch.place import Place, place_from_environment, refuse_too_many, threads_per_rank
 from megatronish.launch.pulse import Pulses, is_stopped, pulses_of_children
 from megatronish.launch.rank import DISK_SECONDS, INTERRUPTED, Ending, failure, run_here, run_rank

@@ -25,7 +25,7 @@ from megatronish.checkpoint.remote import RemotePath
 from megatronish.checkpoint.replicated import local
 from megatronish.checkpoint.replicated.copies import FoundCopy, _moved, _remove, planned
 from megatronish.checkpoint.replicated.folders import LONG, OWNER, bytes_within_limits, id_of, own, remove_folder
-from megatronish.checkpoint.replicated.hosts import Hosts
+from megatronish.checkpoint.replicated.local import Hosts
 from megatronish.checkpoint.replicated.write import Transfer
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import RunError, UserError

@@ -94,7 +94,7 @@ def test_a_restart_goes_back_to_a_step_once(tmp_path: Path) -> None:
 
 AGENT = """
 import os, subprocess, sys
-rank = "import os, time; from megatronish.launch.orphans import end_with_agent; end_with_agent(); "
+rank = "import os, time; from megatronish.launch.ancestors import end_with_agent; end_with_agent(); "
 child = [sys.executable, "-c", rank + "print(os.getpid(), flush=True); time.sleep(60)"]
 through_a_shell = ["sh", "-c", '"$@"; true', "sh"] if sys.argv[1] == "shell" else []
 subprocess.run([*through_a_shell, *child], env={**os.environ, "TORCHELASTIC_RUN_ID": "none"})

@@ -22,8 +22,7 @@ from megatronish.checkpoint.folder import read_state, steps_in, taken_at
 from megatronish.checkpoint.load import open_checked
 from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.replicated.folders import ID, id_of, own, remove_folder
-from megatronish.checkpoint.replicated.hosts import Hosts
-from megatronish.checkpoint.replicated.local import choose_folder
+from megatronish.checkpoint.replicated.local import Hosts, choose_folder
 from megatronish.checkpoint.replicated.write import (
     SMALL,
     Nearby,

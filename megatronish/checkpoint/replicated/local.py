@@ -1,7 +1,12 @@
-"""The local folder of a host: in memory that outlives its processes where that has room, else on its disk.
+"""Hosts of a run and their local folders: in memory that outlives its processes where that has room, else on a disk.
 
 /dev/shm is such memory: a process that is started again finds there what the one before it has written. The ranks that
 share a folder are a host. The first of them looks for all: free bytes change between two looks.
+
+Who keeps copies for whom: each rank's neighbour is a rank of the next host. The neighbour of the i-th rank of a host is
+the i-th rank of the host after it, and the last host's is on the first: with equal hosts, rank + local_world_size
+modulo world_size. So a copy of everything is left after any one host is lost, or any number of hosts of which no two
+follow each other.
 """
 
 import os
@@ -12,6 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,17 +34,51 @@ from megatronish.checkpoint.replicated.folders import (
     remove_folder,
     remove_orphans,
 )
-from megatronish.checkpoint.replicated.hosts import Hosts
 from megatronish.core.errors import UserError
 from megatronish.parallel.all_or_none import from_all, from_one
 from megatronish.parallel.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Ranks by host, in the order of their first ranks, and this process's rank."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @classmethod
+    def of(cls, names: Sequence[str], *, rank: int) -> "Hosts":
+        """Hosts of ranks whose local folders have these names, one for each rank."""
+        by_name: dict[str, list[int]] = {}
+        for number, name in enumerate(names):
+            by_name.setdefault(name, []).append(number)
+        return cls(tuple(map(tuple, by_name.values())), rank)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Ranks of this rank's host."""
+        return self.ranks[self.number_of(self.rank)]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for its host."""
+        return self.own[0] == self.rank
+
+    def number_of(self, rank: int) -> int:
+        """Number of a rank's host."""
+        return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def keeper_of(self, rank: int) -> int | None:
+        """Rank of the next host that keeps a copy for `rank`; None where there is one host alone."""
+        number = self.number_of(rank)
+        keepers = self.ranks[(number + 1) % len(self.ranks)]
+        return None if rank in keepers else keepers[self.ranks[number].index(rank) % len(keepers)]
+
 
 # Which ranks share a folder: each makes a file of its own in it, and looks for those of the others.
 #
 # So what counts is the folder, and not how hosts and containers are named: two containers of one name have memories of
 # their own, and two of different names may share one.
-
-
 class Shared(NamedTuple):
     """A folder that some ranks share: the first of them, and the number of the folder among those of that rank."""
 

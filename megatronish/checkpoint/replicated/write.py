@@ -30,7 +30,7 @@ from torch import Tensor
 from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
 from megatronish.checkpoint.folder import NAME, STATE, name_of, partial_name_of
 from megatronish.checkpoint.metadata import METADATA
-from megatronish.checkpoint.replicated.hosts import Hosts
+from megatronish.checkpoint.replicated.local import Hosts
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.core.errors import RunError
 from megatronish.core.files import sync_folder, write_durably
