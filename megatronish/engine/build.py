@@ -25,8 +25,9 @@ from megatronish.config.config import Config
 from megatronish.config.sections.finetuning import AdapterConfig, PreferenceConfig
 from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.core.names import OBJECTIVE_NAMES
-from megatronish.engine.engine import Engine, UpdateRule
+from megatronish.engine.engine import Engine
 from megatronish.engine.forward import PairPreparation, Scorer, run_chunk
+from megatronish.engine.results import UpdateRule
 from megatronish.layers.linear import add_in_place, split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.model.adapters import DEFAULT, add_adapters, is_adapter

@@ -1,4 +1,4 @@
-"""Forwards of a model chunk for the executor: to train it, to evaluate it, and to score completions by it.
+"""Micro-batches on a rank, and the forwards of a model chunk on them: to train, evaluate, or score completions.
 
 What the losses of pairs of completions need of other passes is computed before the step's own (`PairPreparation`). The
 reference is another model, or the same one without adapters. Its log-probabilities come from forward passes over the
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatronish.attention.zigzag import places_of
 from megatronish.layers.linear import adapters_off
 from megatronish.layers.vocabulary import VocabParallelLogits
 from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
@@ -135,3 +136,20 @@ def _with(batch: MicroBatch, **fields: Any) -> MicroBatch:
 
 def _zeros(batch: MicroBatch) -> Tensor:
     return torch.zeros(len(_pairs(batch).labels), 2, device=batch.tokens.device)
+
+
+def on_rank(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]:
+    """What this cp rank holds of whole sequences, on its device."""
+    cp, found = mesh.cp, list(micro_batches)
+    if cp.size > 1:
+        found = [each.at(places_of(each.tokens.shape[1], cp.rank, cp.size)) for each in found]
+    return [each.to(mesh.device) for each in found]
+
+
+def weight_of(micro_batches: Sequence[MicroBatch], objective: AnyObjective, mesh: Mesh) -> int:
+    """The divisor of the step's sums, over all data ranks. It is counted and summed on the CPU.
+
+    cp ranks have the same whole sequences, so only those of dp add up.
+    """
+    weight = torch.tensor(sum(objective.weight(batch) for batch in micro_batches))
+    return int(comm.all_reduce(weight, mesh.dp))

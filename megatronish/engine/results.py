@@ -1,4 +1,12 @@
-"""What a step or an evaluation shows, and the one all-reduce of one vector over all ranks that sums it."""
+"""Results of a step: the one all-reduce of one vector over all ranks that sums them, and the checks that may refuse it.
+
+The update rule decides what becomes of a gradient between its reduction and the optimizer.
+
+In the first step a gradient has to arrive at every parameter that learns (`GradientArrivals`). A layer that is cut out
+of autograd, for example by a block that detaches its input, would keep its initial values for the whole run, and no
+loss would show it. A gradient that is zero has arrived: that of LoRA's A is zero in the first step, for B is. Autograd
+reports what arrives by hooks, which are removed after the step.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,14 +14,16 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatronish.core.errors import RunError
 from megatronish.engine.balancing import ExpertLoad
 from megatronish.objectives.objective import LOSS
+from megatronish.optim.loss_scale import LossScale, LossSpikes
 from megatronish.parallel import comm
-from megatronish.parallel.mesh import Mesh
-from megatronish.parallel.ranges import BUBBLE, marked
+from megatronish.parallel.all_or_none import all_or_none
+from megatronish.parallel.mesh import Axis, Mesh
 
 Votes = Callable[[], Mapping[str, float]]
 """Numbers of a rank that are to be summed over all ranks with those of a step, by name."""
@@ -73,15 +83,6 @@ class StepSums(NamedTuple):
     norm: float
 
 
-def meet_stages(mesh: Mesh) -> None:
-    """Returns when all stages have done their actions: a profile has the end of the bubble here.
-
-    Without it the bubble would be in the first collective that follows, over whatever axis that is.
-    """
-    with marked(BUBBLE):
-        comm.all_reduce(torch.zeros((), device=mesh.device), mesh.pp)
-
-
 def reduce_sums(
     sums: Mapping[str, Tensor],
     votes: Mapping[str, float],
@@ -110,3 +111,83 @@ def reduce_sums(
         dict(zip(votes, next(pieces).tolist(), strict=True)),
         next(pieces).item(),
     )
+
+
+class UpdateRule(NamedTuple):
+    """Loss scale, clipping, and the check for what is not finite."""
+
+    loss_scale: LossScale
+    clip_grad: float
+    check_finite: bool
+    spikes: LossSpikes
+
+    def factor(self, grad_norm: float) -> float:
+        """What the gradient is multiplied by: it takes the loss scale out, and shortens what is above `clip_grad`."""
+        factor = 1.0 / self.loss_scale.scale
+        if self.clip_grad > 0 and grad_norm > self.clip_grad:
+            factor *= self.clip_grad / (grad_norm + 1e-6)
+        return factor
+
+    def skips(self, grad_norm: float, *, step: int) -> bool:
+        """Whether a step is left out: its gradient overflowed in fp16, or is far longer than usual."""
+        if not math.isfinite(grad_norm):
+            return self.loss_scale.skips_overflow
+        return self.spikes.skips(grad_norm, step=step)
+
+    def refuse_not_finite(self, loss: float, grad_norm: float, *, step: int, origin: str | None = None) -> None:
+        """NotFiniteError, unless a smaller loss scale may help: then the step is left out and the run continues.
+
+        `origin` says where the first number was that was not finite, if that is known.
+        """
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if is_finite or not self.check_finite or self.loss_scale.can_shrink:
+            return
+        scale = self.loss_scale.scale
+        too_large = f"; the loss scale of {scale} may be too large for fp16, too" if scale > 1 else ""
+        found = f": {origin}" if origin else ""
+        raise NotFiniteError(
+            f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite{found}; the parameters are as they "
+            f"were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step{too_large}"
+        )
+
+
+NAMED = 3
+"""Parameters that the error names."""
+
+
+class GradientArrivals:
+    """Learning parameters of this rank at which no gradient has arrived yet, until they are checked for once."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._missing = {name: None for name, parameter in parameters.items() if parameter.requires_grad}
+        self._hooks: list[RemovableHandle] | None = [
+            parameters[name].register_post_accumulate_grad_hook(_Arrived(self._missing, name)) for name in self._missing
+        ]
+
+    def check(self, axis: Axis) -> None:
+        """RunError on all ranks of the axis, the first time, if a parameter of one of them has had no gradient."""
+        if self._hooks is not None:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = None
+            all_or_none(axis, self._refuse_missing)
+
+    def _refuse_missing(self) -> None:
+        if not self._missing:
+            return
+        first, number = ", ".join(list(self._missing)[:NAMED]), len(self._missing)
+        more = f" and {number - NAMED} more parameters" if number > NAMED else ""
+        raise RunError(
+            f"no gradient has reached {first}{more} in the first step, so they would never learn; look for a detach(), "
+            "a no_grad() or an unused module on the way from them to the loss, or freeze them (requires_grad=False)"
+        )
+
+
+class _Arrived:
+    """Hook that crosses a name off. It holds no parameter, so that nothing keeps a model alive."""
+
+    def __init__(self, missing: dict[str, None], name: str) -> None:
+        self.missing, self.name = missing, name
+
+    def __call__(self, _parameter: nn.Parameter) -> None:
+        self.missing.pop(self.name, None)

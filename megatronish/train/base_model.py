@@ -25,7 +25,8 @@ from megatronish.core.files import AtomicFile
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
 from megatronish.data.loader import Collator
-from megatronish.engine.engine import Engine, on_rank
+from megatronish.engine.engine import Engine
+from megatronish.engine.forward import on_rank
 from megatronish.formats import native
 from megatronish.formats.load_sharded import load_weights, open_hf, quantised
 from megatronish.formats.weights import LazyTensor, Model, identity_of

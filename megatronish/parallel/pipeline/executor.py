@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel import comm
-from megatronish.parallel.mesh import Axis, TensorParallel
+from megatronish.parallel.mesh import Axis, Mesh, TensorParallel
 from megatronish.parallel.ranges import BUBBLE, marked
 from megatronish.parallel.schedules.plan import Action, Placement, StageChunk, routes
 from megatronish.parallel.schedules.table import RECEIVES_AHEAD
@@ -372,3 +372,12 @@ def add_sum(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 def _place_in(action: Action) -> tuple[int, int]:
     return action.chunk, action.micro_batch
+
+
+def meet_stages(mesh: Mesh) -> None:
+    """Returns when all stages have done their actions: a profile has the end of the bubble here.
+
+    Without it the bubble would be in the first collective that follows, over whatever axis that is.
+    """
+    with marked(BUBBLE):
+        comm.all_reduce(torch.zeros((), device=mesh.device), mesh.pp)
