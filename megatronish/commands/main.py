@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
 from megatronish import __version__
-from megatronish.commands.table import COMMANDS, TO_COME
+from megatronish.commands.table import COMMANDS
 from megatronish.core.errors import UserError
 
 PROGRAM = "megatronish"
@@ -113,8 +113,6 @@ def _overview() -> Iterator[str]:
 
 
 def _unknown(name: str) -> str:
-    if name in TO_COME:
-        return f"{PROGRAM} {name} is not there yet; {TO_COME[name]}"
     nearest = difflib.get_close_matches(name, COMMANDS, n=1)
     remedy = f"did you mean {PROGRAM} {nearest[0]}?" if nearest else f"{PROGRAM} --help lists the commands"
     if name.startswith("-"):

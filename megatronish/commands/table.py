@@ -82,9 +82,3 @@ COMMANDS = {
     "from-accelerate": Command("configs", "import_config", "write Accelerate's YAML as TOML", "main_accelerate"),
 }
 """A new command is a module in this folder and a line here."""
-
-TO_COME = {
-    "bench": "the benchmarks/ folder of a checkout has side-by-side measurements",
-    "report": "metrics.jsonl and loss.png in a run's folder have its numbers",
-}
-"""Commands that are planned, and what to use until they exist."""
