@@ -14,7 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Ranks find a test's functions by the name of their module, and the package without being installed.
 TESTS = Path(__file__).parent
-for folder in (TESTS.parent, TESTS, *sorted({path.parent for path in TESTS.glob("*/*.py")})):
+for folder in (TESTS.parent, TESTS, *sorted({path.parent for path in TESTS.rglob("*.py")})):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
