@@ -44,7 +44,7 @@ test-all: $(READY) ## the test suite with every feature in every layout: hours, 
 	$(RUN) -m pytest --all-layouts --part $(PART) --numprocesses $(WORKERS) --dist worksteal
 
 dry-runs: $(READY) ## dry runs of 8B to 1T in less than a minute each, and of every stage of 405B; two minutes
-	$(RUN) -m pytest --all-layouts tests/commands/test_large_dry_runs.py
+	$(RUN) -m pytest --all-layouts tests/dry_run/test_large_dry_runs.py
 
 attack: $(READY) ## kills, malformed inputs, hangs, flipped bits, slow ranks and lost hosts, with a table; about half an hour
 	PYTHONPATH=tests/attack $(RUN) tests/attack/all.py

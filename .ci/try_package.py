@@ -15,7 +15,13 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/test_words.py", "tests/test_package.py", "tests/test_golden_losses.py", "tests/commands", "tests/data")
+TESTS = (
+    "tests/docs/test_words.py",
+    "tests/test_package.py",
+    "tests/theorem/test_golden_losses.py",
+    "tests/commands",
+    "tests/data",
+)
 FAST = ("-m", "pytest", "--fast", "-p", "no:cacheprovider")
 
 # Tiny, and of real text: two shards, joined. Each line runs in an empty folder.

@@ -14,7 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Ranks find a test's functions by the name of their module, and the package without being installed.
 TESTS = Path(__file__).parent
-for folder in (TESTS.parent, TESTS, *sorted({path.parent for path in TESTS.glob("*/*.py")})):
+for folder in (TESTS.parent, TESTS, *sorted({path.parent for path in TESTS.rglob("*.py")})):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a device or a library that is not here, and say so: `peers("transformers")` needs that one."""
+    if not config.getoption("--all-layouts"):
+        leave_out_sweeps(config, items)
     if config.getoption("--fast"):
         leave_out_processes(config, items)
     leave_out_other_parts(config, items)
@@ -42,6 +44,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if absent:
             reason = f"needs {', '.join(absent)}, which `make test-peers` installs in an environment of its own"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases that are marked as further ones, unless they are asked for by their names."""
+    left_out = [item for item in items if item.get_closest_marker("sweep") and "::" not in " ".join(config.args)]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def leave_out_processes(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -115,8 +115,6 @@ def _overview() -> Iterator[str]:
 
 
 def _unknown(name: str) -> str:
-    if name in TO_COME:
-        return f"{PROGRAM} {name} is not there yet; {TO_COME[name]}"
     nearest = difflib.get_close_matches(name, COMMANDS, n=1)
     remedy = f"did you mean {PROGRAM} {nearest[0]}?" if nearest else f"{PROGRAM} --help lists the commands"
     if name.startswith("-"):
@@ -199,9 +197,3 @@ COMMANDS = {
     "from-accelerate": Command("configs", "import_config", "write Accelerate's YAML as TOML", "main_accelerate"),
 }
 """A new command is a module in this folder and a line here."""
-
-TO_COME = {
-    "bench": "the benchmarks/ folder of a checkout has side-by-side measurements",
-    "report": "metrics.jsonl and loss.png in a run's folder have its numbers",
-}
-"""Commands that are planned, and what to use until they exist."""

@@ -19,7 +19,7 @@ from megatronish.config.sections.run import LogConfig
 from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
 from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.tokenizer.names import tokenizer_type
+from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, tokenizer_type
 
 # Sizes of vocabularies, read from a tokenizer's files without the libraries that run tokenizers.
 
@@ -44,8 +44,11 @@ def vocabulary_of_files(data: DataConfig) -> int | None:
             return None
         path = Path(data.tokenizer_model)
         if kind == "huggingface":
-            found = json.loads(_content(path / "tokenizer.json" if path.is_dir() else path))
-            return 1 + max(_ids(found))
+            if path.is_dir() and not (path / "tokenizer.json").exists():
+                return 1 + max(json.loads(_content(path / "vocab.json")).values())
+            return 1 + max(_ids(json.loads(_content(path / "tokenizer.json" if path.is_dir() else path))))
+        if kind == "tiktoken":
+            return _tiktoken_size(_content(path), data)
         if kind == "sentencepiece":
             return sum(number == PIECES for number in _fields(_content(path))) or None
     return None
@@ -55,6 +58,15 @@ def _content(path: Path) -> bytes:
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"{path} is too large for a tokenizer")
     return path.read_bytes()
+
+
+def _tiktoken_size(content: bytes, data: DataConfig) -> int:
+    """Tokens of a tiktoken file: those of a JSON list follow the special ones, and lines have them at their end."""
+    if content.lstrip().startswith(b"["):
+        largest = max(int(entry["rank"]) for entry in json.loads(content))
+        return min(largest + 1 + data.tiktoken_num_special_tokens, LARGEST_VOCABULARY)
+    largest = max(int(line.split()[1]) for line in content.splitlines() if line.strip())
+    return largest + 1 + len(data.tiktoken_special_tokens or SPECIAL_TOKENS_LAST)
 
 
 def _ids(tokenizer: dict[str, Any]) -> Iterator[int]:

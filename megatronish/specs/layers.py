@@ -4,7 +4,7 @@ A spec holds what may differ from layer to layer: heads, window and biases of it
 MLP. What all layers share (width D, kind of norm, dropout, rotary positions) stays in `ModelConfig`. Modules are built
 from specs, and costs (parameters, FLOPs, memory, the split over pipeline stages) are computed from the same specs:
 `cost` of a spec is the cost row of the module that is built from it. A new kind of sublayer is a spec with a cost row,
-a module, and a test that holds one to the other (tests/costs/test_layer_costs.py).
+a module, and a test that holds one to the other (tests/estimate/test_layer_costs.py).
 """
 
 from collections.abc import Callable, Sequence

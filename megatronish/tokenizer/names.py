@@ -23,6 +23,11 @@ MEGATRON_TOKENIZERS: dict[str, TokenizerType] = {
     "NullTokenizer": "null",
 }
 
+SPECIAL_TOKENS_LAST = ("<|endoftext|>",)
+"""Special tokens that follow those of a tiktoken file of lines."""
+LARGEST_VOCABULARY = 2**17
+"""Tokens that are taken of a tiktoken file of JSON, special ones included, where --vocab-size is not given."""
+
 NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",

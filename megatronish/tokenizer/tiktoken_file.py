@@ -20,6 +20,7 @@ import tokenizers
 
 from megatronish.core.errors import UserError
 from megatronish.core.files import ordinary
+from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST
 
 PATTERNS: Mapping[str, str] = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -33,9 +34,7 @@ PATTERNS: Mapping[str, str] = {
 """How text is split before pairs are joined: Megatron-LM's two, GPT-2's, and that of GPT-4 and Llama 3."""
 
 SPECIAL_TOKENS_FIRST = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-SPECIAL_TOKENS_LAST = ("<|endoftext|>",)
 LARGEST_RANK = 2**30
-LARGEST_VOCABULARY = 2**17  # of a JSON list, special tokens included, where --vocab-size is not given
 
 
 def read_tiktoken(

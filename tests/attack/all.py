@@ -49,7 +49,7 @@ def commands() -> dict[str, list[str]]:
 
 def environment(results: Path) -> dict[str, str]:
     """The environment of a script: it finds the package and the helpers of the tests."""
-    folders = [ROOT, *(ROOT / "tests" / name for name in ("support", "attack", "launch", "config"))]
+    folders = [ROOT, *(ROOT / "tests" / name for name in ("support", "attack", "launch", "compat"))]
     path = os.pathsep.join(map(str, folders))
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", RESULTS: str(results)}
 

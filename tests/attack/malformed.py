@@ -1,10 +1,11 @@
-"""Malformed files, flags, environments and places, each in a real command, with a table.
+r"""Malformed files, flags, environments and places, each in a real command, with a table.
 
 Every input must end with a sentence and status 2 (a mistake) or 1 (the machine), or be read rightly; never with a
 traceback, words of a library, another status, a signal, or not within 20 s. What is damaged beyond doubt may not be
 accepted at all.
 
-    PYTHONPATH=.:tests/support python tests/attack/malformed.py --inputs 1000 --seed 1 [--minutes 4] [KIND ...]
+    PYTHONPATH=.:tests/support:tests/launch:tests/compat \
+        python tests/attack/malformed.py --inputs 1000 --seed 1 [--minutes 4] [KIND ...]
 """
 
 import argparse

@@ -12,7 +12,7 @@ from paths import ROOT
 
 from megatronish import __version__
 from megatronish.commands import main as command_line
-from megatronish.commands.main import COMMANDS, TO_COME, run
+from megatronish.commands.main import COMMANDS, run
 from megatronish.core.errors import UserError
 
 SCRIPTS = [ROOT / "pretrain_gpt.py", ROOT / "finetune_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
@@ -64,17 +64,13 @@ def test_the_help_of_a_command_names_the_command(words: list[str], capsys: pytes
         (["train_tokenizer"], "train_tokenizer is not a command; did you mean megatronish train-tokenizer?"),
         (["xyzzy"], "xyzzy is not a command; megatronish --help lists the commands"),
         (["--config", "demo"], "--config is not a command; the command comes first: megatronish pretrain --config ..."),
-        (["bench", "--lr", "1"], "megatronish bench is not there yet; the benchmarks/ folder of a checkout"),
+        (["report", "--lr", "1"], "report is not a command; "),
     ],
 )
 def test_an_unknown_command_is_refused_in_a_sentence(words: list[str], sentence: str) -> None:
     with pytest.raises(UserError) as error:
         run(words)
     assert str(error.value).startswith(sentence)
-
-
-def test_no_command_is_both_there_and_to_come() -> None:
-    assert not COMMANDS.keys() & TO_COME.keys()
 
 
 def test_exit_statuses_are_those_of_the_commands() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from happens_before import under_the_check
 from problem import Problem, Spread
-from ranks import run_ranks
+from ranks import PATIENCE_SECONDS, run_ranks
 from theorem import Parts, Record, train
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def assert_near(name: str, actual: Sequence[float], expected: Sequence[float]) -
 
 def run_layout(problem: Problem, spread: Spread, *others: object, is_checked: bool = False) -> list[Record]:
     """What the ranks of a layout saw; `is_checked`: under the check of happens_before.py."""
-    timeout = 60.0 if spread.compile is None else COMPILE_SECONDS
+    timeout = PATIENCE_SECONDS if spread.compile is None else COMPILE_SECONDS
     run: tuple[Callable[..., Any], ...] = (under_the_check, train) if is_checked else (train,)
     return run_ranks(spread.layout.world_size, *run, problem, spread, *others, timeout=timeout)
 

@@ -46,12 +46,12 @@ def pairwise(cases: Sequence[Choices], *, seed: int, wanted: Set[Pair] | None = 
     return [filled[index] for index in range(len(cases))]
 
 
-def one_of_each(cases: Sequence[Chosen]) -> set[int]:
-    """Numbers of a few of the cases, in which every value of every feature occurs."""
+def one_of_each(cases: Sequence[Chosen], costs: Sequence[float]) -> set[int]:
+    """Numbers of cheap cases, in which every value of every feature occurs."""
     missing = {item for chosen in cases for item in chosen.items()}
     found: set[int] = set()
     while missing:
-        best = max(range(len(cases)), key=lambda number: len(cases[number].items() & missing))
+        best = max(range(len(cases)), key=lambda number: len(cases[number].items() & missing) / costs[number])
         missing -= cases[best].items()
         found.add(best)
     return found

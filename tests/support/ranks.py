@@ -31,6 +31,7 @@ import torch.distributed as dist
 from megatronish.launch.local import WARM, meet_on_loopback
 from megatronish.launch.place import Place
 
+PATIENCE_SECONDS = 240.0  # far more than any call takes: cores may be busy with other things
 GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
 
 
@@ -38,7 +39,9 @@ class RankError(AssertionError):
     """A rank raised, died or hung. The message says which and where."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE_SECONDS
+) -> list[Any]:
     """What `function(place, *args)` returned on each rank. RankError with the first failed rank's traceback."""
     return _POOL.run(world_size, function, args, timeout)
 

@@ -208,6 +208,11 @@ def spread_of(layout: Layout, chosen: Chosen) -> Spread:
     )
 
 
+def passes_of(layout: Layout, chosen: Chosen) -> int:
+    """Passes of all ranks forward in a step: about what a case costs."""
+    return layout.world_size * chosen["num_microbatches"] * (1 if chosen["recompute"] == "none" else 2)
+
+
 def all_cases() -> list[tuple[Layout, Chosen]]:
     """Every layout with the product of its main features; the others as they were dealt to the layout."""
     return [

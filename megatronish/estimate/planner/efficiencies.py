@@ -1,6 +1,6 @@
 """Constants of the time model: few, each with physical bounds and a prior, relative to what a device can achieve.
 
-The eight of `FITTED` are fitted to the published steps of published.toml (tests/planner/test_calibration.py), with a
+The eight of `FITTED` are fitted to the published steps of published.toml (tests/estimate/test_calibration.py), with a
 penalty towards the prior, because the data do not identify them one by one; the others are fixed.
 """
 

@@ -1,6 +1,6 @@
 """Tests of docs/PLANNER.md: what it says that the planner prints is what it prints.
 
-`python tests/planner/test_planner_page.py` writes the page again.
+`python tests/estimate/test_planner_page.py` writes the page again.
 """
 
 import contextlib

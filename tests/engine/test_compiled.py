@@ -1,8 +1,8 @@
 """Tests of --compile: compiled ranks train what one eager process trains, and nothing is compiled twice.
 
-Two layouts run code that inductor has made. The others run their graphs with torch's own operations (aot_eager), which
-takes seconds and not minutes: what is ours, where graphs begin and end and what is constant in them, is the same. With
-`pytest --all-layouts` inductor compiles them all.
+A layout of two ranks runs code that inductor has made. The others run their graphs with torch's own operations
+(aot_eager), which takes seconds and not minutes: what is ours, where graphs begin and end and what is constant in them,
+is the same. With `pytest --all-layouts` inductor compiles them all.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ MORE_LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
     "documents, recomputation by blocks": (Layout(tp=2), {"family": "bloom", "documents": True, "recompute": "block"}),
 }
 
-BY_INDUCTOR = ("one process", "tp, sequence parallel")
+BY_INDUCTOR = ("tp, sequence parallel",)
 
 
 def backend_of(name: str, request: pytest.FixtureRequest) -> str:
@@ -61,10 +61,9 @@ def test_compiled_ranks_train_what_one_eager_process_trains(name: str, request: 
     assert_equal_to_serial(*case(*LAYOUTS[name], backend=backend_of(name, request)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MORE_LAYOUTS)
-def test_more_compiled_layouts(name: str, request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--all-layouts"):
-        pytest.skip("one of the long sweeps: --all-layouts")
+def test_more_compiled_layouts(name: str) -> None:
     assert_equal_to_serial(*case(*MORE_LAYOUTS[name]))
 
 

@@ -39,12 +39,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "layout",
     [
-        "--dp 2 --ep 2",
+        pytest.param("--dp 2 --ep 2", marks=pytest.mark.sweep),  # as with pp 2
         "--tp 2 --ep 2 --etp 1 --sequence-parallel",
-        "--cp 2 --tp 2 --ep 2 --etp 2",
+        "--cp 2 --ep 2",
+        pytest.param("--cp 2 --tp 2 --ep 2 --etp 2", marks=pytest.mark.sweep),
         "--pp 2 --dp 2 --ep 2",
-        "--pp 2 --tp 2 --ep 2 --etp 1 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
-        "--pp 2 --dp 2 --ep 2 --pipeline-schedule zb-v",
+        pytest.param(
+            "--pp 2 --tp 2 --ep 2 --etp 1 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+            marks=pytest.mark.sweep,
+        ),
+        "--pp 2 --pipeline-schedule zb-v",
         "--dp 2 --ep 2 --zero-stage 3 --recompute-granularity full",
     ],
 )

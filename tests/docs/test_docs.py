@@ -98,7 +98,7 @@ def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
     known = ("make", "python", "torchrun", "srun", "megatronish", "pip", "MEGATRONISH_BUILD_KERNELS=1", "awk")
     assert len(COMMANDS) > 10
     assert not [words for words in COMMANDS if words[0] not in known]
-    # tests/test_tutorial.py runs awk
+    # tests/docs/test_tutorial.py runs awk
     scripts = [words for words in COMMANDS if words[0] not in ("make", "awk") and "pip" not in words[:2]]
     training_scripts = of_script("pretrain_gpt") + of_script("finetune_gpt")
     checked = training_scripts + of_script("tools/") + of_script("examples/") + of_command()

@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from paths import ROOT
 
+from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
 from megatronish.tokenizer.tiktoken_file import PATTERNS
@@ -123,6 +124,16 @@ def test_special_tokens_come_first_in_a_json_list_and_last_in_a_text_file(tmp_pa
     assert listed.decode([1, *listed.encode("x"), 2]) == "x"
     own = tiktoken(text_file(tmp_path, ranks), tiktoken_special_tokens=("<|begin|>", "<|end_of_text|>"))
     assert (own.vocab_size, own.eod) == (503, 502)
+
+
+def test_a_dry_run_reads_the_size_of_the_vocabulary_from_the_file(tmp_path: Path, ranks: list[bytes]) -> None:
+    for path, options in (
+        (json_file(tmp_path, ranks), {"tiktoken_num_special_tokens": 10}),
+        (text_file(tmp_path, ranks), {}),
+        (text_file(tmp_path, ranks), {"tiktoken_special_tokens": ("<|begin|>", "<|end_of_text|>")}),
+    ):
+        data = DataConfig(tokenizer_type="tiktoken", tokenizer_model=str(path), **options)
+        assert vocabulary_of_files(data) == build_tokenizer(data).vocab_size
 
 
 def test_a_long_list_is_cut_to_the_vocabulary(tmp_path: Path, ranks: list[bytes]) -> None:

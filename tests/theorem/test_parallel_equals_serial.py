@@ -31,6 +31,7 @@ from theorem_cases import (
     choices,
     name_of,
     pairs_of_adapters,
+    passes_of,
     problem_of,
     spread_of,
 )
@@ -43,13 +44,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         everything = metafunc.config.getoption("--all-layouts")
         cases = all_cases() if everything else list(zip(CASES, DEALT, strict=True))
         every = everything or metafunc.config.getoption("--check-races")
-        checked = range(len(cases)) if every else one_of_each([chosen for _, chosen in cases])
         is_adapted = metafunc.function is test_a_layout_trains_the_same_adapters_as_one_process
+        checked = range(len(cases)) if every else checked_cases(is_adapted=is_adapted)
         metafunc.parametrize(
             ("layout", "chosen", "is_checked"),
             [(*case, n in checked) for n, case in enumerate(cases) if not is_adapted or every or n in ADAPTED],
             ids=[name_of(*case) for n, case in enumerate(cases) if not is_adapted or every or n in ADAPTED],
         )
+
+
+def checked_cases(*, is_adapted: bool) -> set[int]:
+    """Cheap cases with every value of every feature; those that train adapters have every kind of adapter."""
+    costs = [passes_of(*case) for case in zip(CASES, DEALT, strict=True)]
+    if not is_adapted:
+        return one_of_each(DEALT, costs)
+    numbers = sorted(ADAPTED)
+    kinds = [{"adapter": DEALT[number]["adapter"]} for number in numbers]
+    return {numbers[n] for n in one_of_each(kinds, [costs[number] for number in numbers])}
 
 
 def test_a_layout_trains_the_same_model_as_one_process(layout: Layout, chosen: Chosen, is_checked: bool) -> None:

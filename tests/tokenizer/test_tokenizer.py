@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from paths import ROOT
 
+from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
 from megatronish.tokenizer.names import tokenizer_type
@@ -58,8 +59,8 @@ def run_tool(name: str, *arguments: object) -> str:
     return done.stdout
 
 
-def every_kind(folder: Path) -> list[Tokenizer]:
-    configs = [
+def every_config(folder: Path) -> list[DataConfig]:
+    return [
         DataConfig(tokenizer_type="bytes"),
         DataConfig(tokenizer_model=str(folder / "model")),
         DataConfig(tokenizer_type="huggingface", tokenizer_model=str(folder / "tokenizer.json")),
@@ -71,7 +72,23 @@ def every_kind(folder: Path) -> list[Tokenizer]:
             merge_file=str(folder / "gpt2" / "merges.txt"),
         ),
     ]
-    return [build_tokenizer(config) for config in configs]
+
+
+def every_kind(folder: Path) -> list[Tokenizer]:
+    return [build_tokenizer(config) for config in every_config(folder)]
+
+
+def test_a_dry_run_reads_the_size_of_a_vocabulary_from_the_files(folder: Path, tmp_path: Path) -> None:
+    """Without the libraries of the tokenizers; None for what says nothing, which is no error here."""
+    for config in every_config(folder):
+        assert vocabulary_of_files(config) == build_tokenizer(config).vocab_size, config
+    (tmp_path / "damaged").write_bytes((folder / "model").read_bytes()[:1000])
+    for wrong in (
+        DataConfig(tokenizer_model="no/such"),
+        DataConfig(tokenizer_model=str(tmp_path / "damaged")),
+        DataConfig(tokenizer_type="huggingface", tokenizer_model=__file__),
+    ):
+        assert vocabulary_of_files(wrong) is None
 
 
 def test_every_text_comes_back_exactly(folder: Path) -> None:

@@ -21,7 +21,7 @@ from expert_cases import (
     of_experts,
 )
 from pairwise import Chosen, covered_pairs, one_of_each, possible_pairs
-from theorem_cases import name_of
+from theorem_cases import name_of, passes_of
 
 from megatronish.core.layout import Layout
 
@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = all_expert_cases() if everything else list(zip(EXPERT_CASES, EXPERT_DEALT, strict=True))
         every = everything or metafunc.config.getoption("--check-races")
         own = [{feature: chosen[feature] for feature in OWN} for _, chosen in cases]
-        checked = range(len(cases)) if every else one_of_each(own)
+        checked = range(len(cases)) if every else one_of_each(own, [passes_of(*case) for case in cases])
         metafunc.parametrize(
             ("layout", "chosen", "is_checked"),
             [(*case, number in checked) for number, case in enumerate(cases)],
