@@ -153,9 +153,9 @@ class MemoryModel:
             state, units, of_update = self._state(layout, stage, zero)
             if self.device == "cpu":
                 # A CPU's bound: the most of each kind of bytes, which are not there at the same time.
-                activations, logits = self.most_activations(layout, stage, plan)
-                temporary = self._transients(layout, stage, sizes, zero, units).shared
-                found.append(state._replace(activations=activations, logits=logits, temporary=temporary))
+                waiting, of_logits = self.most_activations(layout, stage, plan)
+                shared = self._transients(layout, stage, sizes, zero, units).shared
+                found.append(state._replace(activations=waiting, logits=of_logits, temporary=shared))
                 continue
             alike = max(zero, 1)
             if alike not in fullest:
