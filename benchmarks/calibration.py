@@ -15,13 +15,12 @@ from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
 from megatronish.config.sections.model import ModelConfig
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, config_of
+from megatronish.estimate.planner.device_speed import FITTED, Efficiencies
 from megatronish.estimate.planner.devices import find_device
-from megatronish.estimate.planner.efficiencies import FITTED, Efficiencies
 from megatronish.estimate.planner.exact import exact_step
 from megatronish.estimate.planner.pipeline_time import CLOSED_FORMS, PipelineSizes, Waits
-from megatronish.estimate.planner.stage_layers import StageLayers
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
-from megatronish.estimate.planner.workload import Workload
+from megatronish.estimate.planner.workload import StageLayers, Workload
 from megatronish.parallel.schedules.table import SCHEDULES
 
 TABLE = Path(__file__).with_name("published.toml")

@@ -27,12 +27,11 @@ from megatronish.core.errors import UserError
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of, without_layout
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.planner import calibrate
-from megatronish.estimate.planner.choose import ShortList, short_list
+from megatronish.estimate.planner.choose import ShortList, layout_does_not_fit, short_list
 from megatronish.estimate.planner.devices import Device, find_device, network_gb_s
 from megatronish.estimate.planner.estimators import Cluster, deepspeed_report, largest_module
 from megatronish.estimate.planner.exact import Planned, plan_of, refusal
 from megatronish.estimate.planner.named_layout import read_layout
-from megatronish.estimate.planner.remedy import layout_does_not_fit
 from megatronish.estimate.planner.report import explanation, short_report
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.workload import Workload

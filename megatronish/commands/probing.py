@@ -13,9 +13,8 @@ import torch
 from megatronish.commands.configuration import read_config
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.candidate import Candidate
-from megatronish.estimate.planner.device_speed import Machine, product_seconds
+from megatronish.estimate.planner.device_speed import Efficiencies, Machine, product_seconds
 from megatronish.estimate.planner.devices import Device
-from megatronish.estimate.planner.efficiencies import Efficiencies
 from megatronish.estimate.planner.workload import Workload
 from megatronish.launch.place import Place
 from megatronish.train.run import start_mesh
@@ -64,7 +63,7 @@ def achievable_tflops(work: Workload, device: Device, candidate: Candidate, wher
     machine = Machine.of(device, Efficiencies(), work.precision)
     tokens = min(candidate.micro_batch * work.seq_length // candidate.mesh.cp, MOST_TOKENS[where.type])
     measured = expected = 0.0
-    for linear in dict.fromkeys(linear for row in work.kinds for linear in row.linears if linear.copies == 1):
+    for linear in dict.fromkeys(linear for kind in work.kinds for linear in kind.cost.linears if linear.copies == 1):
         inner = linear.in_features // (candidate.mesh.tp if linear.cut == "row" else 1)
         columns = linear.out_features // (candidate.mesh.tp if linear.cut == "column" else 1)
         measured += _seconds_of_product(tokens, inner, columns, DTYPES[work.precision], where)

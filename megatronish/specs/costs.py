@@ -262,8 +262,14 @@ class ActivationBytes(NamedTuple):
     """An element of an activation."""
     hidden_size: int
     tp: int
-    grid: int
-    """Ranks that cut the experts of a layer: ep x etp."""
+    ep: int
+    etp: int
+    """Ranks that cut the features of an expert: each has the rows of all of them."""
+
+    @property
+    def grid(self) -> int:
+        """Ranks that cut the experts of a layer."""
+        return self.ep * self.etp
 
 
 def sum_counts(counts: Iterable[Count]) -> Count:

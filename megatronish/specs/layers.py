@@ -199,17 +199,20 @@ class ExpertsSpec:
 
     def transients(self, size: ActivationBytes) -> float:
         """Bytes that the backward needs besides what was kept: gradients of rows, and of the weights of all experts."""
-        rows, activated = (
-            size.feature * self.num_chosen * number for number in (size.hidden_size, self.expert.ffn_size)
-        )
+        rows, activated = self._rows(size), size.feature * self.num_chosen * self.expert.ffn_size
         matrix = size.gradient * self.num_experts * size.hidden_size / size.grid
         down = rows + activated + matrix * self.expert.ffn_size
         up = rows - activated + matrix * self.expert.features
-        return size.residual + max(down, up)
+        # Before both: gradients of rows that came back, and their products with the rows, which weights' gradients sum.
+        return size.residual + max(2 * rows, down, up)
 
     def freed(self, size: ActivationBytes) -> float:
         """Bytes of what was kept that are free again once its backward is over."""
-        return size.feature * self.num_chosen * (2 * size.hidden_size + 3 * self.expert.ffn_size)
+        return 2 * self._rows(size) + size.feature * self.num_chosen * 3 * self.expert.ffn_size
+
+    def _rows(self, size: ActivationBytes) -> float:
+        """Bytes of the rows of a rank's experts: ranks of etp have those of each other's tokens, too."""
+        return size.feature * size.etp * self.num_chosen * size.hidden_size
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megatronish.config.read import read_config
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.engine.build import build_engine, place_on
 from megatronish.estimate.costs.memory import expected_memory
-from megatronish.estimate.costs.quantised import quantised as quantised_cost
+from megatronish.estimate.costs.parameters import quantised as quantised_cost
 from megatronish.formats.load_sharded import load_weights, quantised
 from megatronish.formats.weights import LazyTensor
 from megatronish.launch.place import Place

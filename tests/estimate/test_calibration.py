@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.calibration import Errors, PublishedStep, errors, fitted, loss, published_steps
 from megatronish.estimate.costs.flops import model_flops_per_token
-from megatronish.estimate.planner.efficiencies import FITTED, Efficiencies
+from megatronish.estimate.planner.device_speed import FITTED, Efficiencies
 
 
 def flops_a_device(step: PublishedStep) -> float:

@@ -127,7 +127,7 @@ def test_ranks_keep_as_many_bytes_of_experts_as_is_computed(tp: int, etp: int, s
         expert_tensor_parallel_size=etp,
     )
     config = Config(SMALL, parallel, training=TrainingConfig(seq_length=S, micro_batch_size=B))
-    (kind,) = set(layer_kinds(config))
+    (kind,) = set(layer_kinds(config.model, config.adapter))
     expected = LayerMemory(config, 50, "cpu").kept(kind) / (S * B)
     ranks = run_ranks(tp, bytes_kept, etp, sequence)
     # Ranks that hold different experts receive more or fewer rows, but together they have all.

@@ -11,8 +11,7 @@ from jobs import tiny, train_on_ranks
 from megatronish.commands.configuration import read_config
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.memory import expected_memory
-from megatronish.estimate.planner.forecast import forecast
-from megatronish.estimate.planner.forecast_page import page
+from megatronish.estimate.planner.forecast import forecast, page
 from megatronish.parallel.pipeline.stages import Stages
 
 VOCABULARY = 101

@@ -240,7 +240,7 @@ def test_a_row_counts_what_deferred_weight_gradients_keep(tp: int, sequence: boo
     config = Config(MODELS["qwen3"], parallel, training=TrainingConfig(seq_length=S, micro_batch_size=1))
     memory = LayerMemory(config, V, "cpu", defers=True)
     for elements in run_ranks(tp, elements_deferred, sequence):
-        assert 4 * elements * S == memory.deferred(layer_kinds(config)[0])
+        assert 4 * elements * S == memory.deferred(layer_kinds(config.model, config.adapter)[0])
 
 
 def test_the_row_of_experts_is_what_their_module_has() -> None:

@@ -9,10 +9,10 @@ from megatronish.config.read import read_config
 from megatronish.estimate.costs.candidate import config_of, without_layout
 from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.estimate.costs.traffic import expected_traffic
+from megatronish.estimate.planner.device_speed import reservations
 from megatronish.estimate.planner.devices import find_device
 from megatronish.estimate.planner.exact import exact_step
 from megatronish.estimate.planner.named_layout import read_layout
-from megatronish.estimate.planner.reservations import reservations
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.step_time import StepSeconds
 from megatronish.estimate.planner.workload import Workload

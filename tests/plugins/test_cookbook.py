@@ -196,7 +196,7 @@ def _counted(_place: Place) -> list[float]:
         (counted_flops(model, 3) - counted_flops(model, 1)) / 2 / (S * B),
         cost.linear_flops + cost.score_flops(S, "full") + cost.value_flops(S, "full"),
         saved_by_a_layer(model, "flash", torch.bfloat16),
-        LayerMemory(config, V, "cpu").kept(layer_kinds(config)[0]) / (S * B),
+        LayerMemory(config, V, "cpu").kept(layer_kinds(config.model, config.adapter)[0]) / (S * B),
     ]
 
 

@@ -276,6 +276,24 @@ SINGLE = [
         precision="",
     ),
     SingleCase(
+        *("a tied table and one micro-batch", "gpt"),
+        "--vocab-size 64000 --seq-length 256 --global-batch-size 2 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+        layout="--zero-stage 0",
+        rank=1,
+    ),
+    SingleCase(
+        *("a last stage of rows for all of etp", "experts", "--moe-router-topk 4 --ep 2 --etp 2"),
+        "--tp 2 --pp 2 --zero-stage 1",
+        rank=7,
+        more_waits={"layers/dispatch.py": 4},
+    ),
+    SingleCase(
+        *("4 bits under ZeRO-3", "llama", "--load never-read --adapter-type lora --quantize-base nf4"),
+        "--zero-stage 3 --seq-length 256",
+        dp=4,
+    ),
+    SingleCase(
         *("ZeRO-3 of a middle stage", "llama"),
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --global-batch-size 48",
         *("--pp 4 --zero-stage 3", 4),

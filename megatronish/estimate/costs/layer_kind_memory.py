@@ -22,9 +22,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatronish.config.config import Config
+from megatronish.config.sections.adapter import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
-from megatronish.estimate.costs.parameters import adapter_parameters
+from megatronish.estimate.costs.parameters import adapter_parameters, frozen_bytes, largest_dequantised, quantised
 from megatronish.specs.adapter_targets import all_patterns, is_target
 from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape, NormShape
 from megatronish.specs.layers import AttentionSpec, LayerSpec, layer_specs
@@ -61,18 +62,18 @@ class LayerKind:
         return self.cost.deferred_inputs, self.cost.deferred_gradients
 
 
-def layer_kinds(config: Config) -> list[LayerKind]:
+def layer_kinds(model: ModelConfig, adapter: AdapterConfig) -> list[LayerKind]:
     """The kind of every layer of the model; layers that are alike have the same one."""
     found: dict[tuple[LayerSpec, frozenset[str]], LayerKind] = {}
-    patterns = all_patterns(config.adapter) if config.adapter.is_used else ()
+    patterns = all_patterns(adapter) if adapter.is_used else ()
     costs: dict[LayerSpec, LayerCost] = {}
     kinds = []
-    for number, spec in enumerate(layer_specs(config.model)):
-        cost = costs.get(spec) or costs.setdefault(spec, spec.cost(config.model))
+    for number, spec in enumerate(layer_specs(model)):
+        cost = costs.get(spec) or costs.setdefault(spec, spec.cost(model))
         names = (f"{linear.name}.{name}" for linear in cost.linears for name, _ in linear.sections)
         adapted = frozenset(name for name in names if patterns and is_target(f"layers.{number}.{name}", patterns))
         if (spec, adapted) not in found:
-            adapters = adapter_parameters(config.model, [number], config.adapter)
+            adapters = adapter_parameters(model, [number], adapter)
             found[spec, adapted] = LayerKind(spec, cost, adapted, adapters, number)
         kinds.append(found[spec, adapted])
     return kinds
@@ -350,7 +351,8 @@ class LayerMemory:
             element=self.element,
             hidden_size=self.config.model.hidden_size,
             tp=self.tp,
-            grid=self.ep * self.etp,
+            ep=self.ep,
+            etp=self.etp,
         )
 
     def transients(self, kind: LayerKind, gradient: int) -> float:
@@ -363,7 +365,7 @@ class LayerMemory:
                 found = 2 * self.residual + matrix
             else:
                 found = max(mlp.transients(size), self._attention_transients(attention) - mlp.freed(size))
-            self._transients[kind, gradient] = found + self._hashes
+            self._transients[kind, gradient] = found + self._hashes + self.dequantised(kind)
         return self._transients[kind, gradient]
 
     def of_layers(self, chunk: ChunkKinds, gradient: int) -> float:
@@ -413,6 +415,12 @@ class LayerMemory:
         drops = self.config.model.hidden_dropout > 0 and not self.kernels
         return 3 * 4 / self.element * self.residual if drops else 0.0
 
+    def dequantised(self, kind: LayerKind) -> int:
+        """The largest weight of a layer that is dequantised for the gradient of its input."""
+        if self.config.adapter.quantize_base is None:
+            return 0
+        return self.element * largest_dequantised(self.config.model, [kind.first], tp=self.tp, etp=self.etp)
+
     @cached_property
     def of_embedding(self) -> float:
         """Input of the norm after the embedding, which waits with the first chunk."""
@@ -434,9 +442,11 @@ class LayerMemory:
             self._learned[chunk] = sum(self.learned(kind) * number for kind, number in Counter(chunk.kinds).items())
         return self._learned[chunk]
 
-    def held(self, kind: LayerKind) -> int:
-        """Parameters of a layer on this rank without its adapters."""
-        return kind.parameters.per_rank(self.tp, experts=self.ep * self.etp)
+    def frozen(self, kind: LayerKind) -> int:
+        """Bytes of a layer's frozen parameters on this rank, those in 4 bits as they are stored."""
+        model, adapter = self.config.model, self.config.adapter
+        blocks = quantised(model, [kind.first], adapter)
+        return frozen_bytes(kind.parameters, blocks, cut=(self.tp, self.ep * self.etp), element_bytes=self.element)
 
     def largest_matrix(self, kind: LayerKind) -> int:
         """Elements of a layer's largest weight on this rank."""

@@ -28,17 +28,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.estimate.costs.candidate import Candidate, candidate_of
 from megatronish.estimate.costs.layer_kind_memory import ChunkKinds, LayerKind, LayerMemory, StageKinds, layer_kinds
 from megatronish.estimate.costs.memory_table import Memory
 from megatronish.estimate.costs.model_state import (
     Rows,
     StageCounts,
-    ZeroSettings,
-    gathered_by_frozen,
     stage_state,
-    temporary_bytes,
     with_padding,
 )
 from megatronish.estimate.costs.stage_parameters import StageParameters
@@ -134,7 +130,7 @@ class MemoryModel:
         return cls(config, vocab_size, lambda _: config, device, kernels, shard_ranks)
 
     def __post_init__(self) -> None:
-        self.kinds = layer_kinds(self.config)
+        self.kinds = layer_kinds(self.config.model, self.config.adapter)
 
     def stage(self, load: StageLoad) -> StageKinds:
         """Kinds of the layers of a stage; stages that are alike are the same object."""
@@ -156,7 +152,10 @@ class MemoryModel:
         for zero in zeros:
             state, units, of_update = self._state(layout, stage, zero)
             if self.device == "cpu":
-                found.append(self._sum(layout, stage, plan, state))
+                # A CPU's bound: the most of each kind of bytes, which are not there at the same time.
+                waiting, of_logits = self.most_activations(layout, stage, plan)
+                shared = self._transients(layout, stage, sizes, zero, units).shared
+                found.append(state._replace(activations=waiting, logits=of_logits, temporary=shared))
                 continue
             alike = max(zero, 1)
             if alike not in fullest:
@@ -262,38 +261,12 @@ class MemoryModel:
             )
         return self._buckets[key]
 
-    # On a CPU
-
-    def _sum(self, layout: Candidate, stage: StageKinds, plan: StagePlan, state: Memory) -> Memory:
-        """The most of each kind of bytes, which are not there at the same time."""
-        config, sizes = self.config_of(layout), self._layer_memory(layout)
-        activations, logits = self.most_activations(layout, stage, plan)
-        temporary = self._temporary(config, stage, sizes)
-        return state._replace(activations=activations, logits=logits, temporary=temporary)
-
     def most_activations(self, layout: Candidate, stage: StageKinds, plan: StagePlan) -> tuple[int, int]:
         """The most bytes of activations that wait at once, with those that are computed again, and of logits."""
         work = StageWork(self._layer_memory(layout), stage)
         held = [(work.waiting(instant), work.of_logits(instant)) for instant in fullest_instants(plan)]
         activations, logits = max(held, key=sum)
         return round(activations + max(each.again for each in work.chunks)), round(logits)
-
-    def _temporary(self, config: Config, stage: StageKinds, sizes: LayerMemory) -> int:
-        """Bytes that are whole for a part of a step, of what ZeRO shares."""
-        zero, cut = ZeroSettings.of(config.parallel, config.layout), (sizes.tp, sizes.ep * sizes.etp)
-        counts = StageCounts.of(config, stage, vocab_size=self.vocab_size)
-        learned = counts.learned.per_rank(sizes.tp, experts=cut[1])
-        table = sizes.table if stage.is_first or stage.is_last else 0
-        costs = [kind.cost for kind in stage.kinds]
-        found = temporary_bytes(costs, zero, count=learned, table=table, cut=cut, element_bytes=sizes.element)
-        if config.adapter.is_used:
-            layers = [kind.first for kind in stage.kinds]
-            gathered = gathered_by_frozen(config, counts.held, layers, width=sizes.element)
-            found = gathered if zero.stage == 3 else found + gathered
-        if config.reference == "model":
-            alone, layers = replace(config, adapter=AdapterConfig()), [kind.first for kind in stage.kinds]
-            found = max(found, gathered_by_frozen(alone, counts.held, layers, width=sizes.element))
-        return found
 
 
 @dataclass
@@ -381,19 +354,19 @@ class StageWork:
             missing = sum([size for other, size in enumerate(gradients) if other not in begun])
             come = 0.0 if chunk in begun else gradients[chunk]
         at_begin, work, at_last, at_end = transients.of_backward(chunk, bool(begun), ends=ends)
+        late = transients.late if come and chunk == 0 else 0.0
         if ends or transients.zero == 3:
             yield 0.0, 0.0, at_begin, -missing
         gone = sizes.logits if ends and not sizes.defers else 0.0
         if bytes_of.keeps_last:  # of gradients a bucket has come, and the head's
-            few = come and (
-                come if transients.merges_table else min(come, transients.bucket + 4.0 * sizes.table * ends)
-            )
+            head = 4.0 * sizes.table if ends and not transients.tied_gradient else 0.0
+            few = come and (come if transients.merges_table else min(come, transients.bucket + head))
             yield 0.0, gone, at_last, few - missing
         if bytes_of.recomputes:  # all have come but the embedding's
-            late = transients.late if come and chunk == 0 else 0.0
             yield bytes_of.more, gone, work, come - late - missing
         freed = 0.0 if sizes.defers else bytes_of.live + (2 * sizes.residual if ends else 0)
-        yield -freed, gone, at_end, come - missing
+        # The embedding's bucket comes once the gradients of a tied table have become one.
+        yield -freed, gone, max(at_end - late, transients.of_table(chunk)[0]) if late else at_end, come - missing
 
     def _gradients(self, transients: StageTransients) -> list[float]:
         """Bytes of the gradients of each chunk, if they are given back when a step begins."""

@@ -1,4 +1,4 @@
-"""Model state of a rank, what ZeRO shares of it, and what of it is whole for a part of a step.
+"""Model state of a rank, and what ZeRO shares of it.
 
 In fp32 a parameter takes 4 bytes, its gradient 4 and Adam 8, 16 in all; in 16 bits it takes 2, a gradient in fp32 4,
 master weight and Adam 12, 18 in all. A frozen parameter has neither gradient nor master. What ZeRO shares is divided by
@@ -11,7 +11,6 @@ the first ranks have most of them and the last ones may have none.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -21,12 +20,11 @@ from megatronish.core.layout import Layout
 from megatronish.core.names import OPTIMIZER_NAMES
 from megatronish.estimate.costs.layer_kind_memory import StageKinds
 from megatronish.estimate.costs.memory_table import Memory
-from megatronish.estimate.costs.parameters import parameters_of_stage
-from megatronish.estimate.costs.quantised import Quantised, gathered_bytes, largest_dequantised, quantised
+from megatronish.estimate.costs.parameters import Quantised, parameters_of_stage, quantised
 from megatronish.estimate.costs.stage_parameters import StageParameter
 from megatronish.estimate.costs.state_traffic import DataRanks
 from megatronish.parallel.bucketing import rounded_up
-from megatronish.specs.costs import Count, LayerCost, sum_counts
+from megatronish.specs.costs import Count, sum_counts
 
 
 class ZeroSettings(NamedTuple):
@@ -177,46 +175,3 @@ def with_padding(memory: Memory, rows: Sequence[Rows]) -> Memory:
         gradients=memory.gradients + round(4 * (own - even)) if memory.gradients else 0,
         optimizer=round(memory.optimizer * own / even),
     )
-
-
-BUCKETS_AT_ONCE = 3  # of ZeRO-2: two are exchanged while one fills
-
-
-def temporary_bytes(
-    costs: Sequence[LayerCost],
-    zero: ZeroSettings,
-    *,
-    count: int,
-    table: int,
-    cut: tuple[int, int],
-    element_bytes: int,
-) -> int:
-    """Bytes that are whole for a part of a step, on a rank of `count` parameters; `table` are those of an embedding.
-
-    `cut` are the ranks that cut a layer (tp) and its experts (ep x etp).
-    """
-    tp, grid = cut
-    if zero.stage == 2:
-        if not zero.overlap:
-            return 4 * count
-        largest = max((cost.largest_matrix.per_rank(tp, experts=grid) for cost in costs), default=0)
-        bucket = max(zero.bucket_size, largest)  # a matrix is never cut
-        return 4 * min(count, (BUCKETS_AT_ONCE - 1) * bucket + max(bucket, table))
-    if zero.stage == 3:
-        # The layer at work, the next one, which is gathered meanwhile, and what is left of the stage around them; of
-        # the gradients except the next one's.
-        sizes = [cost.parameters.per_rank(tp, experts=grid) for cost in costs]
-        rest = count - sum(sizes)
-        at_work = max((a + b + max(a, b) for a, b in pairwise(sizes)), default=2 * sum(sizes))
-        return element_bytes * (rest + rest + at_work)
-    return 0
-
-
-def gathered_by_frozen(config: Config, held: Count, layers: Sequence[int], *, width: int) -> int:
-    """Bytes that are whole for a part of a step, of a frozen stage: what is gathered, and a dequantised matrix."""
-    tp, (ep, etp), found = config.layout.tp, config.parallel.expert_layout, 0
-    if config.parallel.zero == 3:
-        found += gathered_bytes(config.model, held, layers, config.adapter, cut=(tp, ep * etp), width=width)
-    if config.adapter.quantize_base is not None:
-        found += width * largest_dequantised(config.model, layers, tp=tp, etp=etp)
-    return found

@@ -4,17 +4,20 @@ Padding is counted: buckets of ZeRO 0 to 2 begin and end at multiples of 16 byte
 rank has as many rows of a parameter.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 from typing import NamedTuple
 
 from megatronish.config.config import Config
+from megatronish.estimate.costs.candidate import MeshSizes, candidate_of
+from megatronish.estimate.costs.layer_kind_memory import LayerKind
 from megatronish.estimate.costs.stage_parameters import Source, StageParameter, stage_parameters
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
-from megatronish.parallel.bucketing import cut_into_buckets, padded_size, round_sizes, rounded_up
+from megatronish.parallel.bucketing import RoundSize, cut_into_buckets, padded_size, round_sizes, rounded_up
 
 
 class DataRanks(NamedTuple):
@@ -22,6 +25,11 @@ class DataRanks(NamedTuple):
 
     shard: int
     copies: int
+
+    @classmethod
+    def of(cls, number: int, copies: int) -> "DataRanks":
+        """So many ranks in so many groups that are copies of each other."""
+        return cls(number // copies, copies)
 
 
 def data_ranks(config: Config) -> dict[str, DataRanks]:
@@ -31,18 +39,46 @@ def data_ranks(config: Config) -> dict[str, DataRanks]:
     if config.model.num_experts is not None:
         numbers["experts"] = layout.dp * layout.cp * layout.tp // prod(parallel.expert_layout)
     copies = parallel.num_distributed_optimizer_instances
-    return {
-        name: DataRanks(number // copies, copies) if parallel.zero else DataRanks(1, number)
-        for name, number in numbers.items()
-    }
+    return {name: DataRanks.of(number, copies if parallel.zero else number) for name, number in numbers.items()}
 
 
-def owners(config: Config, domain: str) -> list[tuple[str, int]]:
+def owners(mesh: MeshSizes, ranks: DataRanks, domain: str) -> list[tuple[str, int]]:
     """Axes of more than one rank over which Muon's matrices are spread, in the order in which rows are gathered."""
-    shard, copies = data_ranks(config)[domain]
-    (ep, etp), tp = config.parallel.expert_layout, config.layout.tp
-    of_model = [("tp", tp)] if domain == "dense" else [("etp", etp), ("ep", ep)]
-    return [(axis, ranks) for axis, ranks in (("replicate", copies), *of_model, ("shard", shard)) if ranks > 1]
+    of_model = [("tp", mesh.tp)] if domain == "dense" else [("etp", mesh.etp), ("ep", mesh.ep)]
+    axes = (("replicate", ranks.copies), *of_model, ("shard", ranks.shard))
+    return [(axis, number) for axis, number in axes if number > 1]
+
+
+class MatrixGroup(NamedTuple):
+    """Muon's matrices of one shape [rows, columns], rows <= columns, of a stage."""
+
+    rows: int
+    columns: int
+    number: int
+
+    @property
+    def size(self) -> int:
+        """Elements of a matrix."""
+        return self.rows * self.columns
+
+
+def matrix_groups(counts: Mapping[LayerKind, int], domain: str) -> tuple[MatrixGroup, ...]:
+    """Matrices of a domain in a stage with so many layers of each kind, the largest first."""
+    found: Counter[tuple[int, int]] = Counter()
+    for kind, number in counts.items():
+        for linear in kind.cost.linears if number else ():
+            if (linear.copies > 1) == (domain == "experts"):
+                for _, size in linear.sections:
+                    found[min(linear.in_features, size), max(linear.in_features, size)] += number * linear.copies
+    groups = (MatrixGroup(*shape, number) for shape, number in found.items())
+    return tuple(sorted(groups, key=lambda group: -group.size))
+
+
+@lru_cache(maxsize=10_000)
+def matrix_rounds(groups: tuple[MatrixGroup, ...], num_ranks: int) -> tuple[RoundSize, ...]:
+    """Rounds in which matrices are exchanged, one owner a rank."""
+    largest_first = [group.size for group in groups for _ in range(group.number)]
+    return tuple(round_sizes(largest_first, num_ranks=num_ranks))
 
 
 class GradientBucket(NamedTuple):
@@ -165,7 +201,7 @@ class StateTraffic(StepTraffic):
 
     def owners(self, domain: str) -> list[tuple[str, int]]:
         """Axes over which Muon's matrices are spread."""
-        return owners(self.config, domain)
+        return owners(candidate_of(self.config).mesh, self.data_ranks[domain], domain)
 
     def round_widths(self, domain: str) -> list[int]:
         """Elements of an owner's row in each round of Muon."""

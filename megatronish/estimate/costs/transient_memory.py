@@ -16,11 +16,19 @@ from math import prod
 from typing import NamedTuple
 
 from megatronish.config.config import Config
+from megatronish.estimate.costs.candidate import candidate_of
 from megatronish.estimate.costs.layer_kind_memory import ChunkKinds, LayerKind, LayerMemory, StageKinds
 from megatronish.estimate.costs.model_state import Rows
 from megatronish.estimate.costs.stage_parameters import StageParameter
-from megatronish.estimate.costs.state_traffic import GradientBucket, StateTraffic, owners
-from megatronish.parallel.bucketing import MAX_PENDING, round_sizes
+from megatronish.estimate.costs.state_traffic import (
+    GradientBucket,
+    StateTraffic,
+    data_ranks,
+    matrix_groups,
+    matrix_rounds,
+    owners,
+)
+from megatronish.parallel.bucketing import MAX_PENDING
 from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan
 
 TABLE = "embedding.tokens.weight"
@@ -115,41 +123,31 @@ class ChunkBuckets(NamedTuple):
         buffers = Zero2Buffers(traffic.parameters, buckets, overlaps=config.parallel.overlap_grad_reduce)
         first = buffers.backward(0)
         own = ("embedding.", f"layers.{chunk.layers.start}.")
-        late = [4.0 * each.size for each in buckets if TABLE in each.names and _all_begin(each.names, own)]
-        ties_here = config.model.tied and is_last
-        return cls(first, buffers.backward(0), late[0] if late and chunk.layers and not ties_here else 0.0)
-
-
-def _all_begin(names: Sequence[str], beginnings: tuple[str, ...]) -> bool:
-    return all(name.startswith(beginnings) for name in names)
+        tables = [each for each in buckets if TABLE in each.names and all(name.startswith(own) for name in each.names)]
+        return cls(first, buffers.backward(0), 4.0 * tables[0].size if tables and chunk.layers else 0.0)
 
 
 def muon_bytes(config: Config, stage: StageKinds) -> float:
     """Muon's largest buffer: the rows of some owners, and those of more of them as they are gathered."""
     if config.optimizer.optimizer != "muon" or config.adapter.is_used:
         return 0.0
-    most = 0.0
-    for domain in ("dense", "experts") if config.model.num_experts is not None else ("dense",):
-        sizes = [
-            (linear.in_features * size, number * linear.copies)
-            for kind, number in stage.counts.items()
-            for linear in kind.cost.linears
-            for _, size in linear.sections
-            if (linear.copies > 1) == (domain == "experts")
-        ]
-        largest_first = sorted(chain.from_iterable([size] * number for size, number in sizes), reverse=True)
-        axes, before, found = owners(config, domain), 1, NEWTON_SCHULZ
-        ranks = [number for _, number in axes]
-        widest = max((each.width for each in round_sizes(largest_first, num_ranks=prod(ranks))), default=0)
+    mesh, most = candidate_of(config).mesh, 0.0
+    for domain, data in data_ranks(config).items():
+        ranks = [number for _, number in owners(mesh, data, domain)]
+        rounds = matrix_rounds(matrix_groups(stage.counts, domain), prod(ranks))
+        before, found = 1, NEWTON_SCHULZ
         for number in ranks:
             found = max(found, (1 + before + before * number) if before > 1 else 1 + number)
             before *= number
-        most = max(most, 4.0 * widest * found)
+        most = max(most, 4.0 * max((each.width for each in rounds), default=0) * found)
     return most
 
 
 class GatheredUnits(NamedTuple):
-    """Elements that ZeRO-3 gathers: the largest layer, two in a row with a gradient, the largest part it reduces."""
+    """Bytes that ZeRO-3 gathers: the largest layer, two in a row with a gradient; elements of the largest part reduced.
+
+    A base in 4 bits is gathered as it is stored.
+    """
 
     largest: int
     following: int
@@ -161,10 +159,10 @@ class GatheredUnits(NamedTuple):
         if not stage.kinds:
             return cls(0, 0, 0)
         if sizes.freezes:
-            unit, layers = max(map(sizes.learned, stage.counts)), [sizes.held(kind) for kind in stage.kinds]
+            unit, layers = max(map(sizes.learned, stage.counts)), [sizes.frozen(kind) for kind in stage.kinds]
         else:
             unit = max(chain.from_iterable(rows[kind].gathered for kind in stage.counts))
-            layers = [sum(rows[kind].gathered) for kind in stage.kinds]
+            layers = [sizes.element * sum(rows[kind].gathered) for kind in stage.kinds]
         again = 0 if sizes.freezes else 1
         pairs = (a + b + again * a for a, b in pairwise(layers))
         return cls(max(layers), max(pairs, default=(1 + again) * max(layers)), unit)
@@ -199,9 +197,12 @@ class StageTransients:
         self.output = output + (sizes.hidden + sizes.residual if sizes.cuts_sequence else 0.0)
         """Gradients of the output layer's weight and input."""
         self.bucket = 4.0 * config.parallel.ddp_bucket_size
-        self.late = self.chunks[0].late if self.chunks and stage.is_first and not self.ties else 0.0
-        """Bytes of the embedding's bucket, if it comes after all layers of the first chunk."""
         self.tied_gradient = self.gradient * sizes.table if self.ties else 0
+        """The head's gradient of a tied table, which waits for the embedding's."""
+        # Products that add to the sum need a tied table's bucket at once, and so do weight gradients of another chunk.
+        waits = not self.ties or (self.gradient and len(stage.chunks) == 1)
+        self.late = self.chunks[0].late if self.chunks and stage.is_first and waits else 0.0
+        """Bytes of the embedding's bucket, if it comes after all layers of the first chunk."""
         matrix = max(map(sizes.largest_matrix, stage.counts), default=0)
         matrix = max(matrix, sizes.table if stage.is_last else 0)
         self.of_weight = self.gradient * matrix + (sizes.hidden if sizes.cuts_sequence else 0.0)
@@ -215,6 +216,16 @@ class StageTransients:
         largest = max(map(self.sizes.learned_by, self.stage.chunks))
         return self.stage.is_first and not is_apart and largest < config.parallel.ddp_bucket_size
 
+    @property
+    def shared(self) -> int:
+        """Bytes that are whole at most of what ZeRO shares, and those of a weight in 4 bits that is dequantised."""
+        found = max(map(self.sizes.dequantised, self.stage.counts), default=0)
+        if self.zero == 2:
+            buffers = [each for chunk in self.chunks for each in (chunk.first, chunk.later)]
+            return found + max(max(each.layers, each.end) for each in buffers)
+        # The rest of the stage is gathered into one buffer, and then copied out of it.
+        return found + (2 * self.sizes.element * self.rest + self.units.following if self.zero == 3 else 0)
+
     def of_backward(self, chunk: int, is_later: bool, *, ends: bool) -> tuple[float, float, float, float]:
         """At the begin of a backward, while any layer is at work, the last one of the chunk, and at the end.
 
@@ -227,26 +238,26 @@ class StageTransients:
             buffers = self.chunks[chunk].later if is_later else self.chunks[chunk].first
             at_work, last = self.tied_gradient + buffers.layers + layer, self.tied_gradient + buffers.first + layer
             # Unless the table's bucket is there already, it comes once the two gradients have become one.
-            one, table = self._of_table(chunk)
+            one, table = self.of_table(chunk)
             end = max(table + buffers.end - buffers.table, one + buffers.end)
             return output + (buffers.before if is_later else 0.0), at_work, last, end
         if self.zero < 2:
             at_work = self.tied_gradient + layer
-            return output, at_work, at_work, self._of_table(chunk)[1]
+            return output, at_work, at_work, self.of_table(chunk)[1]
         width, rest = self.sizes.element, self.sizes.element * self.rest
         if is_later:  # the last unit's: with several chunks it may be a layer's
             before = self.reduced * (self.learned_rest if len(self.stage.chunks) == 1 else self.units.unit)
         # The rest of the stage is gathered into one buffer, and then copied out of it; a layer is there, too.
-        begin = rest + before + max(rest, output) + width * self.units.largest
+        begin = rest + before + max(rest, output) + self.units.largest
         # Gathered: the rest of the stage, a layer and the next one; of the gradients the head's and the layer's.
         head = self.sizes.table if self.stage.is_last and not self.sizes.freezes else 0
-        at_work = layer + width * (self.rest + head + self.units.following)
+        at_work = layer + width * (self.rest + head) + self.units.following
         at_work += max(before, self.reduced * self.units.unit) if self.stage.kinds else self.tied_gradient
         # What was gathered is freed before gradients are copied to where they are reduced.
         end = self.learned_rest * width + max(rest, self.learned_rest * self.reduced)
         return begin, at_work, at_work, end
 
-    def _of_table(self, chunk: int) -> tuple[float, float]:
+    def of_table(self, chunk: int) -> tuple[float, float]:
         """Gradient of the embedding, and of a table that is also the head's two and their sum."""
         # It is an operator's output also where products add theirs to the sum at once.
         has_table = self.stage.is_first and chunk == 0 and not self.sizes.freezes

@@ -66,7 +66,7 @@ def largest_module(work: Workload) -> int:
 
     They are the embedding and the linear layers; each expert has its own.
     """
-    linears = (linear.parameters.total // linear.copies for row in work.kinds for linear in row.linears)
+    linears = (linear.parameters.total // linear.copies for kind in work.kinds for linear in kind.cost.linears)
     return max(work.vocab_size * work.model.hidden_size, *linears)
 
 

@@ -9,8 +9,8 @@ from megatronish.estimate.costs.memory_table import Memory
 from megatronish.estimate.planner.layer_time import NOTHING, Passes
 from megatronish.estimate.planner.pipeline_time import PipelineSeconds
 from megatronish.estimate.planner.search import Search
-from megatronish.estimate.planner.stage_layers import StageLayers, counted
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
+from megatronish.estimate.planner.workload import StageLayers, counted
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.plan import Action, StageChunk
 from megatronish.parallel.schedules.simulate import Costs, simulate

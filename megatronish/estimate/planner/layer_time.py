@@ -11,11 +11,10 @@ from math import ceil
 from typing import NamedTuple
 
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes
-from megatronish.estimate.costs.layer_traffic import RingBytes, traded_heads
-from megatronish.estimate.planner.device_speed import Links, Machine, gradient_seconds, product_seconds
-from megatronish.estimate.planner.efficiencies import Efficiencies
+from megatronish.estimate.costs.layer_kind_memory import LayerKind
+from megatronish.estimate.costs.traffic import RingBytes, traded_heads
+from megatronish.estimate.planner.device_speed import Efficiencies, Links, Machine, gradient_seconds, product_seconds
 from megatronish.estimate.planner.workload import Workload
-from megatronish.specs.adapter_targets import LinearSection
 from megatronish.specs.costs import AttentionCore, LayerCost, LinearShape
 
 BACKWARD_POINTWISE = 1.6  # bytes of the backward over those of the forward
@@ -107,40 +106,39 @@ class AdapterSeconds:
 
     def __init__(self, work: Workload, machine: Machine) -> None:
         self.work, self.machine = work, machine
-        self._sections = dict(zip(work.kinds, zip(work.sections, work.adapted_sections, strict=True), strict=True))
 
     def of_layer(
-        self, row: LayerCost, mesh: MeshSizes, tokens: int, *, shares_sequence: bool
+        self, kind: LayerKind, mesh: MeshSizes, tokens: int, *, shares_sequence: bool
     ) -> tuple[float, float, float, float]:
         """Products and pointwise operations forward, and the same backward, with the adapters' weight gradients."""
-        whole, adapted = self._sections[row]
         found = [0.0, 0.0, 0.0, 0.0]
-        used = next((linear.used for linear in row.linears if linear.copies > 1), 0)
-        for section in adapted:
-            times = self._section(section, mesh, tokens, used, shares_sequence=shares_sequence)
-            found = [mine + more for mine, more in zip(found, times, strict=True)]
+        for linear in kind.cost.linears:
+            for section, columns in linear.sections:
+                if f"{linear.name}.{section}" in kind.adapted:
+                    times = self._section(linear, columns, mesh, tokens, shares_sequence=shares_sequence)
+                    found = [mine + more for mine, more in zip(found, times, strict=True)]
         if self.work.adapter.quantize_base is not None:
-            decoded = self._decoded(whole, mesh)
+            decoded = self._decoded(kind.cost.linears, mesh)
             found[1], found[3] = found[1] + decoded, found[3] + decoded
         return found[0], found[1], found[2], found[3]
 
     def _section(
-        self, section: LinearSection, mesh: MeshSizes, tokens: int, used: int, *, shares_sequence: bool
+        self, linear: LinearShape, columns: int, mesh: MeshSizes, tokens: int, *, shares_sequence: bool
     ) -> tuple[float, float, float, float]:
-        """The same of one section."""
+        """The same of one section, of so many columns."""
         cut, groups, rows = mesh.tp, 1, tokens
-        if section.copies > 1:
-            cut, groups = mesh.etp, max(1, section.copies // mesh.ep)
-            rows = max(1, ceil(tokens * used * mesh.etp / (mesh.tp * groups)))
-        is_row = section.section in ("o", "down")
-        inner = max(1, section.in_features // (cut if is_row else 1))
-        columns = max(1, section.out_features // (1 if is_row else cut))
+        if linear.copies > 1:
+            cut, groups = mesh.etp, max(1, linear.copies // mesh.ep)
+            rows = max(1, ceil(tokens * linear.used * mesh.etp / (mesh.tp * groups)))
+        is_row = linear.cut == "row"
+        inner = max(1, linear.in_features // (cut if is_row else 1))
+        columns = max(1, columns // (1 if is_row else cut))
         moved = self.work.element_bytes * rows * groups / self.machine.hbm
         if self.work.adapter.adapter_type == "ia3":
-            scaled = moved * (inner if section.section == "down" else columns)
+            scaled = moved * (inner if linear.sections[0][0] == "down" else columns)
             return 0.0, 2 * scaled, 0.0, 4 * scaled
         # Under sequence parallelism A of a column-parallel layer and B of a row-parallel one have their own positions.
-        own = max(1, rows // (mesh.tp if shares_sequence and section.copies == 1 else 1))
+        own = max(1, rows // (mesh.tp if shares_sequence and linear.copies == 1 else 1))
         rows_of_a, rows_of_b = (rows, own) if is_row else (own, rows)
         a, b = self._thin(rows_of_a, inner, groups), self._thin(rows_of_b, columns, groups)
         moved /= rows
@@ -153,11 +151,12 @@ class AdapterSeconds:
         nbytes = self.work.element_bytes * groups * (rows * (features + rank) + features * rank)
         return max(2.0 * groups * rows * features * rank / machine.flops, nbytes / machine.hbm)
 
-    def _decoded(self, sections: Sequence[LinearSection], mesh: MeshSizes) -> float:
+    def _decoded(self, linears: Sequence[LinearShape], mesh: MeshSizes) -> float:
         """Seconds to decode all weights of a layer once."""
         sizes = sum(
-            each.in_features * each.out_features * each.copies / (mesh.tp if each.copies == 1 else mesh.ep * mesh.etp)
-            for each in sections
+            each.in_features * columns * each.copies / (mesh.tp if each.copies == 1 else mesh.ep * mesh.etp)
+            for each in linears
+            for _, columns in each.sections
         )
         return DECODED_BYTES * sizes / self.machine.hbm
 
@@ -177,9 +176,9 @@ class LayerClock:
         """Times of adapters in layers of this workload."""
         return AdapterSeconds(self.work, self.machine)
 
-    def passes(self, row: LayerCost, candidate: Candidate) -> Passes:
+    def passes(self, kind: LayerKind, candidate: Candidate) -> Passes:
         """Times of one layer for a micro-batch."""
-        mesh, tokens = candidate.mesh, self.tokens(candidate)
+        row, mesh, tokens = kind.cost, candidate.mesh, self.tokens(candidate)
         forward, backward, weight, of_experts = Parts(), Parts(), Parts(), 0.0
         for linear in row.linears:
             seconds = self._linear(linear, mesh, tokens)
@@ -207,7 +206,7 @@ class LayerClock:
         )
         host = self.host_seconds * (EXPERTS_ON_HOST if has_experts else 1.0)
         if self.work.adapter.is_used:
-            more = self.adapters.of_layer(row, mesh, tokens, shares_sequence=candidate.sequence_parallel)
+            more = self.adapters.of_layer(kind, mesh, tokens, shares_sequence=candidate.sequence_parallel)
             forward = forward.plus(Parts(products=more[0], pointwise=more[1]))
             backward = backward.plus(Parts(products=more[2], pointwise=more[3]))
             weight, host = Parts(), host * ADAPTERS_ON_HOST

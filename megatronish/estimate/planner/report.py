@@ -7,9 +7,9 @@ from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.costs.memory_table import format_bytes
 from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters
 from megatronish.estimate.planner.choose import ShortList
+from megatronish.estimate.planner.device_speed import reservations
 from megatronish.estimate.planner.exact import Planned
 from megatronish.estimate.planner.layer_time import Parts
-from megatronish.estimate.planner.reservations import reservations
 from megatronish.estimate.planner.search import FILLED, Search
 
 GIB = 2**30

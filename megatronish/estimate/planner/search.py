@@ -15,11 +15,10 @@ from megatronish.config.config import Config
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of
 from megatronish.estimate.costs.layer_kind_memory import StageKinds
 from megatronish.estimate.costs.memory import MemoryModel
+from megatronish.estimate.planner.device_speed import Efficiencies, KnownError, known_error
 from megatronish.estimate.planner.devices import Device
-from megatronish.estimate.planner.efficiencies import Efficiencies, KnownError, known_error
-from megatronish.estimate.planner.stage_layers import StageLayers
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
-from megatronish.estimate.planner.workload import Workload
+from megatronish.estimate.planner.workload import StageLayers, Workload
 from megatronish.parallel.schedules.live_activations import StagePlan
 from megatronish.parallel.schedules.table import SCHEDULES
 

@@ -6,17 +6,17 @@ plan is ranked by the worse end; what is expected is the middle.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes
-from megatronish.estimate.planner.device_speed import Links, Machine
+from megatronish.estimate.costs.parameters import quantised
+from megatronish.estimate.costs.state_traffic import DataRanks, matrix_groups, matrix_rounds, owners
+from megatronish.estimate.planner.device_speed import Efficiencies, Links, Machine, product_seconds
 from megatronish.estimate.planner.devices import Device
-from megatronish.estimate.planner.efficiencies import Efficiencies
 from megatronish.estimate.planner.layer_time import NOTHING, Brief, LayerClock, Passes
-from megatronish.estimate.planner.muon import muon_machine, muon_seconds
 from megatronish.estimate.planner.pipeline_time import PipelineSeconds, StageTimes, pipeline_seconds
-from megatronish.estimate.planner.stage_layers import StageLayers
-from megatronish.estimate.planner.workload import Workload
+from megatronish.estimate.planner.workload import StageLayers, Workload
 from megatronish.parallel.schedules.table import SCHEDULES
 
 NO_SECONDS = (0.0,) * len(Brief._fields)
@@ -130,7 +130,7 @@ class StepClock:
         """Times of each kind of layer, of the embedding and of the head; the same in many layouts."""
         key = _without_stages(candidate)
         if key not in self._passes:
-            kinds = tuple(self.layers.passes(row, key) for row in self.work.kinds)
+            kinds = tuple(self.layers.passes(kind, key) for kind in self.work.kinds)
             self._passes[key] = kinds, self.layers.embedding(key), self.layers.head(key)
         return self._passes[key]
 
@@ -242,18 +242,61 @@ class StepClock:
         work = self.work
         if not work.adapter.is_used:
             return work.element_bytes * whole
-        stored = work.quantised_layers[0]
+        stored = quantised(work.model, [0], work.adapter)
         width = stored.bytes_per_parameter if stored.parameters.total else work.element_bytes
         return width * whole + work.element_bytes * learned
 
     def _muon(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> float:
-        """Seconds of Muon's iterations and of the exchange of its matrices, on the stage with most layers."""
-        optimizer = self.work.optimizer
-        if optimizer.optimizer != "muon" or self.work.adapter.is_used:
+        """Seconds of Muon's iterations and of the exchange of its matrices in fp32, on the stage with most layers.
+
+        In a round each rank owns one matrix of nearly equal size, so a rank computes every num_ranks-th of the matrices
+        in the order of their sizes (bucketing.py).
+        """
+        work, optimizer, seconds = self.work, self.work.optimizer, 0.0
+        if optimizer.optimizer != "muon" or work.adapter.is_used:
             return 0.0
         machine = muon_machine(self.device, self.efficiencies, optimizer.muon_fp32_matmul_prec)
-        counts = max(stages.counts, key=sum)
-        return muon_seconds(self.work, counts, mesh, machine=machine, links=self.links, shards=zero > 0)
+        counts = stages.kinds(max(range(len(stages.counts)), key=lambda stage: sum(stages.counts[stage])))
+        data = {"dense": (mesh.dp * mesh.cp, mesh.tp), "experts": (mesh.edp, mesh.ep * mesh.etp)}
+        for domain, (ranks, apart) in data.items():  # ranks of the model lie inside
+            axes = owners(mesh, DataRanks.of(ranks, 1 if zero else ranks), domain)
+            groups, num_ranks, before = matrix_groups(counts, domain), prod(number for _, number in axes), 0
+            for rows, columns, number in groups:
+                owned = -(-(before + number) // num_ranks) + (-before // num_ranks)
+                before += number
+                seconds += owned * optimizer.muon_num_ns_steps * iteration_seconds(machine, rows, columns)
+            rounds = matrix_rounds(groups, num_ranks)
+            size = 4.0 * sum(each.width for each in rounds) / max(1, len(rounds))
+            strides = {"replicate": apart, "tp": 1, "etp": 1, "ep": mesh.etp, "shard": apart}
+            for axis, number in axes:
+                size *= number
+                times = 1 if axis == "replicate" else 2  # copies are not reduced
+                seconds += len(rounds) * times * self.links.gather(number, strides[axis], size)
+        return seconds
+
+
+def muon_machine(device: Device, efficiencies: Efficiencies, precision: str) -> Machine:
+    """Rates of Muon's iterations: in fp32, in TF32 with half of the rate of 16 bits, or in bf16."""
+    if precision == "medium":
+        return Machine.of(device, efficiencies, "bf16")
+    if precision == "highest":
+        return Machine.of(device, efficiencies, "fp32")
+    return Machine.of(device, efficiencies, "bf16")._replace(
+        flops=max(device.flops("bf16") / 2, device.flops("fp32")) * efficiencies.gemm, element_bytes=4
+    )
+
+
+def iteration_seconds(machine: Machine, rows: int, columns: int) -> float:
+    """Seconds of a Newton-Schulz iteration of a matrix [m, n], m <= n (optim/muon.py).
+
+    Its products are those of [m, n] with its transpose, of the square with itself, and of the polynomial with the
+    matrix.
+    """
+    return (
+        product_seconds(machine, rows, columns, rows)
+        + product_seconds(machine, rows, rows, rows)
+        + product_seconds(machine, rows, rows, columns)
+    )
 
 
 def _without_stages(candidate: Candidate) -> Candidate:

@@ -1,4 +1,7 @@
-"""What a plan is made for: a model's layers by kind, its batch, precision and attention, as plain numbers."""
+"""What a plan is made for: a model's layers by kind, its batch, precision and attention, and its pipeline stages.
+
+Layers of a stage are counts by kind, from which the parameters of a rank of the fullest stage follow.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,12 +11,15 @@ from megatronish.config.config import Config
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.names import OBJECTIVE_NAMES
-from megatronish.estimate.costs.parameters import adapter_parameters
-from megatronish.estimate.costs.quantised import Quantised, quantised
-from megatronish.specs.adapter_targets import LinearSection, all_patterns, is_target, sections_of_layer
-from megatronish.specs.costs import Count, LayerCost
-from megatronish.specs.layers import layer_specs
+from megatronish.estimate.costs.candidate import MeshSizes
+from megatronish.estimate.costs.layer_kind_memory import LayerKind, layer_kinds
+from megatronish.estimate.costs.parameters import parameters_of_stage
+from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.schedules.live_activations import StageLoad
+from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.specs.costs import Count, sum_counts
 
 Attention = Literal["flash", "unfused", "blocks"]
 """flash: scores are never in memory; unfused: they are; blocks: with dropout, block by block, computed twice."""
@@ -68,52 +74,14 @@ class Workload:
         )
 
     @cached_property
-    def kinds(self) -> tuple[LayerCost, ...]:
-        """Cost rows of the different layers."""
-        return tuple(dict.fromkeys(self._rows))
+    def layers(self) -> list[LayerKind]:
+        """The kind of each layer."""
+        return layer_kinds(self.model, self.adapter)
 
     @cached_property
-    def layers(self) -> tuple[int, ...]:
-        """Number of the kind of each layer."""
-        place = {row: number for number, row in enumerate(self.kinds)}
-        return tuple(place[row] for row in self._rows)
-
-    @cached_property
-    def adapters_of_layers(self) -> tuple[Count, ...]:
-        """Parameters of the adapters of each layer."""
-        return tuple(adapter_parameters(self.model, [layer], self.adapter) for layer in range(self.model.num_layers))
-
-    @cached_property
-    def quantised_layers(self) -> tuple[Quantised, ...]:
-        """What of each layer is held in blocks of 4 bits."""
-        return tuple(quantised(self.model, [layer], self.adapter) for layer in range(self.model.num_layers))
-
-    @cached_property
-    def adapted_sections(self) -> tuple[tuple[LinearSection, ...], ...]:
-        """Sections with an adapter, of the first layer of each kind."""
-        if not self.adapter.is_used:
-            return tuple(() for _ in self.kinds)
-        return tuple(
-            tuple(each for each in sections if is_target(each.name, all_patterns(self.adapter)))
-            for sections in self.sections
-        )
-
-    @cached_property
-    def sections(self) -> tuple[tuple[LinearSection, ...], ...]:
-        """Sections of the linear layers of the first layer of each kind, without routers; of a plug-in none."""
-        if self.model.block != "transformer":
-            return tuple(() for _ in self.kinds)
-        specs = layer_specs(self.model)
-        firsts = [self.layers.index(kind) for kind in range(len(self.kinds))]
-        return tuple(tuple(sections_of_layer(self.model, layer, specs[layer])) for layer in firsts)
-
-    @cached_property
-    def _rows(self) -> tuple[LayerCost, ...]:
-        rows: dict[int, LayerCost] = {}
-        return tuple(
-            rows[id(spec)] if id(spec) in rows else rows.setdefault(id(spec), spec.cost(self.model))
-            for spec in layer_specs(self.model)
-        )
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The different kinds of layers."""
+        return tuple(dict.fromkeys(self.layers))
 
     @property
     def element_bytes(self) -> int:
@@ -129,3 +97,105 @@ class Workload:
     def has_dropout(self) -> bool:
         """Whether hidden states are dropped."""
         return self.model.hidden_dropout > 0
+
+
+@dataclass(eq=False)
+class StageLayers:
+    """Layers of each stage: `first` and `last` are the stages of embedding and head."""
+
+    work: Workload
+    chunks: list[list[tuple[int, ...]]]
+    """Numbers of layers of each kind, of each chunk of each stage."""
+    first: int
+    last: int
+    loads: tuple[StageLoad, ...] = ()
+    defers: bool = False
+    """Whether weight gradients wait for actions of their own."""
+    _largest: dict[tuple[MeshSizes, bool], tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, work: Workload, parallel: ParallelConfig) -> "StageLayers":
+        """The stages that a config describes."""
+        stages = Stages.of(parallel, work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
+        chunks: list[list[tuple[int, ...]]] = [[] for _ in range(stages.num_stages)]
+        for place, layers in zip(stages.placement, stages.layers, strict=True):
+            chunks[place.stage].append(counted(work, layers))
+        ends = stages.placement[0].stage, stages.placement[-1].stage
+        return cls(work, chunks, *ends, tuple(stages.loads(1)), SCHEDULES[parallel.schedule].has_weight_gradients)
+
+    @classmethod
+    def by_hand(cls, work: Workload, sizes: tuple[int, ...]) -> "StageLayers":
+        """Stages of one chunk with these numbers of layers, as published runs state them."""
+        starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
+        chunks = [[counted(work, range(a, a + n))] for a, n in zip(starts, sizes, strict=True)]
+        return cls(work, chunks, 0, len(sizes) - 1)
+
+    @cached_property
+    def counts(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of layers of each kind, of each stage."""
+        return tuple(tuple(map(sum, zip(*each, strict=True))) for each in self.chunks)
+
+    def parameters(self, stage: int, tp: int) -> Count:
+        """Parameters of a stage by how they are cut, with a vocabulary padded for tp."""
+        model = self.work.model
+        of_ends = parameters_of_stage(
+            model,
+            (),
+            vocab_size=model.padded_vocab_size(self.work.vocab_size, tp),
+            seq_length=self.work.seq_length,
+            is_first=stage == self.first,
+            is_last=stage == self.last,
+        )
+        return of_ends + sum_counts(kind.parameters * number for kind, number in self.kinds(stage).items())
+
+    def learned(self, stage: int, tp: int) -> Count:
+        """Parameters of a stage that learn: all of them, or those of its adapters."""
+        if not self.work.adapter.is_used:
+            return self.parameters(stage, tp)
+        return sum_counts(kind.adapters * number for kind, number in self.kinds(stage).items())
+
+    def kinds(self, stage: int) -> dict[LayerKind, int]:
+        """Numbers of layers of a stage, by kind."""
+        return dict(zip(self.work.kinds, self.counts[stage], strict=True))
+
+    def largest_parameters(self, mesh: MeshSizes, *, learned: bool = False) -> tuple[float, float]:
+        """(dense parameters, experts) on a rank of the stage that has most of them, all or those that learn."""
+        key = mesh._replace(dp=1, cp=1, pp=1), learned
+        if key not in self._largest:
+            # Stages in the middle are alike: the ends and the fullest one are enough.
+            fullest = max(range(len(self.counts)), key=lambda stage: sum(self.counts[stage]))
+            of = self.learned if learned else self.parameters
+            counts = [of(stage, mesh.tp) for stage in sorted({self.first, self.last, fullest})]
+            ranks = mesh.ep * mesh.etp
+            self._largest[key] = (
+                float(max(count.without_experts.per_rank(mesh.tp) for count in counts)),
+                float(max(count.experts // ranks for count in counts)),
+            )
+        return self._largest[key]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Stages of which one is the fullest: both ends, and of stages with the same chunks the first and the last."""
+        found = {self.first, self.last}
+        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for stage, chunks in enumerate(self.chunks):
+            alike.setdefault(tuple(chunks), []).append(stage)
+        found |= {stages[0] for stages in alike.values()}
+        if self.first == self.last or self.defers:  # later stages hold as much as earlier ones, or wait for more
+            found |= {stages[-1] for stages in alike.values()}
+        return sorted(found)
+
+    @cached_property
+    def shapes(self) -> list[tuple[tuple[int, ...], bool, bool, int]]:
+        """Different stages: counts by kind, whether it is the first, whether the last, and how many there are."""
+        found: dict[tuple[tuple[int, ...], bool, bool], int] = {}
+        for stage, counts in enumerate(self.counts):
+            key = (counts, stage == self.first, stage == self.last)
+            found[key] = found.get(key, 0) + 1
+        return [(*key, number) for key, number in found.items()]
+
+
+def counted(work: Workload, layers: range) -> tuple[int, ...]:
+    """Numbers of layers of each kind."""
+    kinds = [work.layers[layer] for layer in layers]
+    return tuple(kinds.count(kind) for kind in work.kinds)
