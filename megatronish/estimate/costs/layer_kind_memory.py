@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.config.sections.adapter import AdapterConfig
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.estimate.costs.parameters import adapter_parameters, frozen_bytes, largest_dequantised, quantised
