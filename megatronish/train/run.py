@@ -13,7 +13,7 @@ import torch
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.config.config import Config
-from megatronish.config.dump import resolved, to_toml
+from megatronish.config.dump import resolved, write_toml
 from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.figures import no_matplotlib
@@ -331,14 +331,15 @@ def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> T
     """Trackers of the main rank; none on other ranks."""
     if not mesh.is_main:
         return Trackers([])
+    settings = resolved(config)
     return open_trackers(
         config,
         RunDescription(
             name=config.run_dir.resolve().name,
             folder=config.run_dir,
             first_step=first_step,
-            config=resolved(config),
-            config_text=to_toml(config),
+            config=settings,
+            config_text=write_toml(settings),
             first_lines=opening,
         ),
     )
