@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import DEMO, problems, read, small, toml
+from machine_speed import seconds_of_a_million_entries
 from paths import ROOT
 
 from megatronish.config.config import Config
@@ -92,12 +93,13 @@ def test_a_flag_overrides_the_file_and_may_unset_it() -> None:
 
 def test_help_and_import_are_quick_and_need_no_torch() -> None:
     program = "import sys; from megatronish.config.read import read_config\nassert 'torch' not in sys.modules\n"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    unit, before = seconds_of_a_million_entries(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", program + "read_config(['-h'])"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # of work, whoever else is busy
+    unit = (unit + seconds_of_a_million_entries()) / 2
     assert done.returncode == 0, done.stderr
     assert "--config FILE.toml" in done.stdout
     words = " ".join(done.stdout.split())
@@ -105,7 +107,7 @@ def test_help_and_import_are_quick_and_need_no_torch() -> None:
         assert f"[{section}]" in words and f"─ {section} options" in words
     for part in ("model options", "--sequence-parallel, --no-sequence-parallel", "--tp"):
         assert part in done.stdout
-    assert seconds < 1
+    assert seconds < 8 * unit  # 3.5 to 5.4 on two busy cores
 
 
 # world size and derived values
