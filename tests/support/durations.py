@@ -3,8 +3,8 @@
     python -m pytest --numprocesses 2 --dist worksteal --durations=0 --durations-min=0.1 > tests.log
     python tests/support/durations.py tests.log
 
-Seconds are those of the workers together: two workers spend two in each second. What takes less than a tenth of a second
-is not among them.
+Seconds are those of the workers together: two workers spend two in each second. What takes less than a tenth of a
+second is not among them.
 """
 
 import re
