@@ -8,7 +8,7 @@ from paths import ROOT, TESTS
 
 
 def test_two_malicious_inputs_of_each_kind_end_in_sentences() -> None:
-    folders = [ROOT, *(TESTS / name for name in ("support", "attack", "launch", "config"))]
+    folders = [ROOT, *(TESTS / name for name in ("support", "attack", "launch", "compat"))]
     path = os.pathsep.join(map(str, folders))
     command = [sys.executable, str(TESTS / "attack" / "malformed.py"), "--hostile", "--each", "2", "--seed", "7"]
     ended = subprocess.run(

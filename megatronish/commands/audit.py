@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.commands.exit_status import exit_status
-from megatronish.config.arguments import read_arguments
+from megatronish.config.arguments import PluginNames, read_arguments
 from megatronish.config.hub import data_files, local_tokenizer
 from megatronish.config.model_source import implied_tokenizer
-from megatronish.config.plugins import PluginNames, import_plugins
+from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import ChatConfig, ChatFormat, DataConfig, TrainOn
 from megatronish.core.errors import UserError
 from megatronish.tokenizer.names import tokenizer_type

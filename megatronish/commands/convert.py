@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 import tyro
 
 from megatronish.commands.exit_status import exit_status
-from megatronish.config.arguments import read_arguments
+from megatronish.config.arguments import PluginNames, read_arguments
 from megatronish.config.hub import local_model
-from megatronish.config.plugins import PluginNames, import_plugins
+from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import UserError
 from megatronish.formats.hf.family import CONFIG
 from megatronish.formats.start import of_another_format

@@ -16,8 +16,8 @@ from typing import Annotated
 
 import tyro
 
-from megatronish.config.arguments import read_arguments
-from megatronish.config.plugins import PluginNames, import_plugins
+from megatronish.config.arguments import PluginNames, read_arguments
+from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import UserError
 from megatronish.core.figures import no_matplotlib
 from megatronish.parallel.schedules.recorded import Recorded

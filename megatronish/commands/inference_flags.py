@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatronish.config.plugins import PluginNames
+from megatronish.config.arguments import PluginNames
 
 AdapterNames = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 """Adapters, each a folder or NAME=FOLDER."""

@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 from megatronish.commands.bad_lines import BadLines
 from megatronish.commands.exit_status import exit_status
-from megatronish.config.arguments import read_arguments
+from megatronish.config.arguments import PluginNames, read_arguments
 from megatronish.config.hub import local_tokenizer
 from megatronish.config.model_source import implied_tokenizer
-from megatronish.config.plugins import PluginNames, import_plugins
+from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
 from megatronish.data.inputs import input_files, listed, same_names

@@ -5,13 +5,16 @@ import dataclasses
 import difflib
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_origin
+from typing import Annotated, Any, TypeVar, get_origin
 
 import tyro
 
 from megatronish.config.fields import Field, fields_of
 from megatronish.config.settings import flags_of
 from megatronish.core.errors import UserError
+
+PluginNames = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+"""Plug-ins to import, which runs their code: modules (my.module) or files (FILE.py). See docs/PLUGINS.md."""
 
 Arguments = TypeVar("Arguments")
 HELP = ("-h", "--help")

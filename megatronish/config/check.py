@@ -1,6 +1,6 @@
 """Check of a whole config whose values have their types (read.py): what is missing, ranges, rules over several fields.
 
-The range of a field stands on the field (`marks.py`), the rules of a section in the file of that name in `rules/`.
+The range of a field stands on the field (`marks.py`), the rules of a section in a file of `rules/`.
 Whether files exist that it names is asked last: their content is checked by their readers.
 """
 

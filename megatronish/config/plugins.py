@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from megatronish.config.marks import ADDS_UP
 from megatronish.core.errors import UserError
 
@@ -127,7 +125,3 @@ def _place(error: BaseException, name: str) -> str:
     own = [(file, line) for module, file, line in frames if module.partition(".")[0] == top]
     file, line = (own or [(file, line) for _, file, line in frames])[-1]
     return f"{file}:{line}"
-
-
-PluginNames = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
-"""Plug-ins to import, which runs their code: modules (my.module) or files (FILE.py). See docs/PLUGINS.md."""

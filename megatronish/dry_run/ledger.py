@@ -5,6 +5,7 @@ replayed at the end: what was allocated before the phase of the peak and lives o
 goes within that phase is temporary.
 """
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -127,7 +128,8 @@ class StorageLedger:
 
 
 OWNERS = ("weights", "gradients", "optimizer", "activations", "logits", "in flight", "temporary")
-TRANSFERS = "parallel/pipeline/executor.py"
+TRANSFERS = re.compile(r"parallel/pipeline/executor\.py:\d+ (empty_slice|slice_of|whole|post|take|send)")
+"""Lines that make what is sent between stages."""
 NUM_LARGEST = 8
 
 
@@ -168,7 +170,7 @@ class Owners:
         allocation = held.allocation
         if allocation.shape[-1:] == (self.logits_size,) and len(allocation.shape) > 1:
             return "logits"
-        if allocation.site.startswith(TRANSFERS):
+        if TRANSFERS.fullmatch(allocation.site):
             return "in flight"
         lives_on = held.freed is None or held.freed > phase
         return "activations" if allocation.phase < phase or lives_on else "temporary"

@@ -2,7 +2,7 @@
 
 A layout of two ranks runs code that inductor has made. The others run their graphs with torch's own operations
 (aot_eager), which takes seconds and not minutes: what is ours, where graphs begin and end and what is constant in them,
-is the same. With `pytest --all-layouts` inductor compiles them all.
+is the same. With `pytest --all-layouts` inductor compiles all of `LAYOUTS`.
 """
 
 from dataclasses import replace

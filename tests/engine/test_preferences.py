@@ -44,6 +44,7 @@ CHOSEN = [
     *(("dpo", layout) for layout in LAYOUTS),
     ("kto", "cp 2, micro-batches of 2"),
     ("dpo with a model", "pp 2 x cp 2"),
+    ("dpo with a model", "dp 2, ZeRO 3, recomputed"),
     ("kto with a model", "dp 2 x tp 2"),
     ("orpo, a pair a row", "cp 2, micro-batches of 2"),
     ("hinge", "cp 2 a2a x dp 2, ZeRO 2"),

@@ -29,7 +29,7 @@ def test_the_sanitizer_is_content(family: str, tool: str) -> None:
             *options,
             "--error-exitcode=99",
             *pytest_command,
-            str(TESTS / f"test_kernels_{family}.py"),
+            str(TESTS / "kernels" / f"test_kernels_{family}.py"),
         ],
         capture_output=True,
         text=True,

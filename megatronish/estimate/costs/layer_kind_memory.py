@@ -431,6 +431,10 @@ class LayerMemory:
         saved = norm.saved_bytes(element_bytes=self.element, device=self.device).total
         return float(self.tokens * (saved // (self.tp if self.cuts_sequence else 1)))
 
+    def held(self, kind: LayerKind) -> int:
+        """Parameters of a layer on this rank."""
+        return kind.parameters.per_rank(self.tp, experts=self.ep * self.etp)
+
     def learned(self, kind: LayerKind) -> int:
         """Parameters of a layer on this rank that learn."""
         count = kind.adapters if self.freezes else kind.parameters

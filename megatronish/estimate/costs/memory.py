@@ -154,7 +154,7 @@ class MemoryModel:
             if self.device == "cpu":
                 # A CPU's bound: the most of each kind of bytes, which are not there at the same time.
                 waiting, of_logits = self.most_activations(layout, stage, plan)
-                shared = self._transients(layout, stage, sizes, zero, units).shared
+                shared = self._transients(layout, stage, sizes, zero, units).shared(plan)
                 found.append(state._replace(activations=waiting, logits=of_logits, temporary=shared))
                 continue
             alike = max(zero, 1)

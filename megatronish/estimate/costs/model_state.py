@@ -34,8 +34,6 @@ class ZeroSettings(NamedTuple):
     ranks: int = 1
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
-    bucket_size: int = 0
-    overlap: bool = True
 
     @classmethod
     def of(cls, parallel: ParallelConfig, layout: Layout) -> "ZeroSettings":
@@ -45,8 +43,6 @@ class ZeroSettings(NamedTuple):
             ranks=layout.dp * layout.cp // parallel.num_distributed_optimizer_instances if parallel.zero else 1,
             offloads_optimizer=parallel.optimizer_cpu_offload or parallel.param_cpu_offload,
             offloads_parameters=parallel.param_cpu_offload,
-            bucket_size=parallel.ddp_bucket_size,
-            overlap=parallel.overlap_grad_reduce,
         )
 
     def of_experts(self, layout: Layout, grid: int) -> "ZeroSettings":

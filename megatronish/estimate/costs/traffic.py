@@ -12,7 +12,7 @@ reduce-scatter, all that a rank sends in an all-to-all, a message. With H = S B 
                micro-batch; ZeRO-3: parameters gathered twice a micro-batch, too
     ep, etp    rows of tokens to their experts and back, where the load is even
 
-What is computed again exchanges again what its forward did (layer_traffic.py). Padding of buckets and rows is counted
+What is computed again exchanges again what its forward did (`LayerTraffic`). Padding of buckets and rows is counted
 (state_traffic.py). Left out are evaluation, and what hooks of a run send.
 """
 

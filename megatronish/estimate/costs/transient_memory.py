@@ -216,15 +216,22 @@ class StageTransients:
         largest = max(map(self.sizes.learned_by, self.stage.chunks))
         return self.stage.is_first and not is_apart and largest < config.parallel.ddp_bucket_size
 
-    @property
-    def shared(self) -> int:
+    def shared(self, plan: StagePlan) -> int:
         """Bytes that are whole at most of what ZeRO shares, and those of a weight in 4 bits that is dequantised."""
         found = max(map(self.sizes.dequantised, self.stage.counts), default=0)
         if self.zero == 2:
-            buffers = [each for chunk in self.chunks for each in (chunk.first, chunk.later)]
+            # A step begins with no bucket under way: the first of its backwards finds nothing that another has left.
+            is_only = plan.num_microbatches * len(self.chunks) == 1
+            buffers = [each for chunk in self.chunks for each in (chunk.first, chunk.first if is_only else chunk.later)]
             return found + max(max(each.layers, each.end) for each in buffers)
+        if self.zero < 3:
+            return found
         # The rest of the stage is gathered into one buffer, and then copied out of it.
-        return found + (2 * self.sizes.element * self.rest + self.units.following if self.zero == 3 else 0)
+        width, following = self.sizes.element, self.units.following
+        if self.sizes.config.reference == "model":  # which no adapter changes, and which is in 4 bits nowhere
+            layers = [width * self.sizes.held(kind) for kind in self.stage.kinds]
+            following = max(following, max((a + b for a, b in pairwise(layers)), default=max(layers, default=0)))
+        return found + 2 * width * self.rest + following
 
     def of_backward(self, chunk: int, is_later: bool, *, ends: bool) -> tuple[float, float, float, float]:
         """At the begin of a backward, while any layer is at work, the last one of the chunk, and at the end.

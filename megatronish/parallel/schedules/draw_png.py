@@ -1,4 +1,4 @@
-"""Pictures of a timeline as PNG files, with matplotlib (draw.py draws text and does not need it)."""
+"""Pictures of a timeline as PNG files, with matplotlib (timeline.py draws text and does not need it)."""
 
 from pathlib import Path
 
