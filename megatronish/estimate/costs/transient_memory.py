@@ -220,7 +220,7 @@ class StageTransients:
         """Bytes that are whole at most of what ZeRO shares, and those of a weight in 4 bits that is dequantised."""
         found = max(map(self.sizes.dequantised, self.stage.counts), default=0)
         if self.zero == 2:
-            # A step begins with no bucket under way: the first of its backwards finds nothing that another has left.
+            # A step begins with no bucket in progress: the first of its backwards finds nothing that another has left.
             is_only = plan.num_microbatches * len(self.chunks) == 1
             buffers = [each for chunk in self.chunks for each in (chunk.first, chunk.first if is_only else chunk.later)]
             return found + max(max(each.layers, each.end) for each in buffers)
