@@ -43,6 +43,8 @@ LATEST = "latest"
 LARGEST_NUMBER = 2**62
 NO_TIME = 2.0**35  # seconds since 1970, in the year 3058
 NAME = re.compile(r"step_(\d+)")
+ATTEMPT_NAME = re.compile(r"step_(\d+)(?:\.(\d+))?")
+"""On a store: with the number of the attempt, if it is not the first."""
 L = TypeVar("L", Path, Location)  # what is found on a disk is on a disk
 
 
@@ -268,33 +270,29 @@ def remove_leftovers(folder: Location) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-DECISIVE = "state.json"
-_NAME = re.compile(r"step_(\d+)(?:\.(\d+))?")
-
-
 def whole_attempts(folder: RemotePath) -> dict[int, RemotePath]:
     """Complete checkpoints by step in ascending order, of each step the last attempt."""
     whole = sorted((step, number) for step, number, is_whole in _attempts(folder) if is_whole)
-    return {step: folder / _name(step, number) for step, number in whole}
+    return {step: folder / attempt_name(step, number) for step, number in whole}
 
 
 def new_attempt(folder: RemotePath, step: int) -> RemotePath:
     """Folder for a checkpoint of the step, of a name that no other process gives, after those that are there."""
     highest = max((number for other, number, _ in _attempts(folder) if other == step), default=0)
     now = int(datetime.now(UTC).strftime("%Y%m%d%H%M%S%f"))
-    return folder / _name(step, max(now, highest + 1))
+    return folder / attempt_name(step, max(now, highest + 1))
 
 
 def step_of(name: str) -> int:
     """Step of a checkpoint's name, with or without the number of an attempt."""
-    match = _NAME.fullmatch(name)
+    match = ATTEMPT_NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1])
 
 
 def remove_attempt(folder: RemotePath) -> None:
     """Remove a checkpoint, which is complete or no checkpoint at any moment."""
-    (folder / DECISIVE).unlink()
+    (folder / STATE).unlink()
     folder.remove_tree()
 
 
@@ -302,7 +300,7 @@ def remove_incomplete(folder: RemotePath) -> None:
     """Remove what killed saves have left, and whole attempts that a later one has replaced."""
     whole = whole_attempts(folder)
     for step, number, _ in list(_attempts(folder)):
-        attempt = folder / _name(step, number)
+        attempt = folder / attempt_name(step, number)
         if whole.get(step) != attempt:
             remove_attempt(attempt)
 
@@ -314,10 +312,11 @@ def _attempts(folder: RemotePath) -> Iterator[tuple[int, int, bool]]:
         attempt, _, name = path.partition("/")
         names.setdefault(attempt, set()).add(name)
     for attempt, files in names.items():
-        match = _NAME.fullmatch(attempt)
+        match = ATTEMPT_NAME.fullmatch(attempt)
         if match is not None:
-            yield int(match[1]), int(match[2] or 1), DECISIVE in files
+            yield int(match[1]), int(match[2] or 1), STATE in files
 
 
-def _name(step: int, number: int) -> str:
+def attempt_name(step: int, number: int) -> str:
+    """Name of the folder of an attempt."""
     return f"step_{step:08d}" if number == 1 else f"step_{step:08d}.{number}"

@@ -22,15 +22,23 @@ from megatronish.config.sections.training import TrainingConfig
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 MADV_HUGEPAGE, HUGE_PAGE = 14, 2**21  # sys/mman.h; bytes
-VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+MALLOC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 """Variables by which users choose for themselves: then nothing is changed."""
 STRICT = 2
 """Value of vm.overcommit_memory with which reserved addresses count as memory."""
 
+# Each has an older name, which torch 2.11 may read instead. A variable that the user has set stays.
+RECORDER_VARIABLES = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """From now on freed memory stays with the process; False where the user chose otherwise, or without glibc."""
-    if any(name in environ for name in VARIABLES):
+    if any(name in environ for name in MALLOC_VARIABLES):
         return False
     try:
         libc = ctypes.CDLL(None)
@@ -98,20 +106,11 @@ def set_determinism(training: TrainingConfig) -> None:
     )
 
 
-# Each has an older name, which torch 2.11 may read instead. A variable that the user has set stays.
-_VARIABLES = {
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
-_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-
-
 def switch_on_flight_recorder(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
     """Have NCCL keep its last 2,000 collectives, and write them to `folder` after a timeout."""
-    for name, value in _VARIABLES.items():
+    for name, value in RECORDER_VARIABLES.items():
         environ.setdefault(name, value)
-    for name in _FILES:
+    for name in RECORDER_FILES:
         environ.setdefault(name, str(folder / "nccl_rank_"))
 
 

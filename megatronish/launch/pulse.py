@@ -1,7 +1,8 @@
 """Pulses: what each rank of a machine said of itself last, in memory that the process which guards it sees, too.
 
 A watchdog is a thread of its rank. A rank that a signal has stopped, or whose main thread keeps Python's lock inside
-native code, has no watchdog either. Then its last pulse gets old, and the guard says what the watchdog cannot.
+native code, has no watchdog either. Then its last pulse gets old, and the guard says what the watchdog cannot. Why a
+process is silent is what the system says of its state (`why_silent`).
 """
 
 import json

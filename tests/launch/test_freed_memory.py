@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatronish.launch.libraries import VARIABLES, keep_freed_memory
+from megatronish.launch.libraries import MALLOC_VARIABLES, keep_freed_memory
 
 FAULTS = """
 import resource, sys, torch
@@ -39,7 +39,7 @@ def test_a_step_gets_no_new_pages() -> None:
     assert faults("give") > 10_000
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", MALLOC_VARIABLES)
 def test_a_users_own_setting_stays(name: str) -> None:
     assert not keep_freed_memory({name: "1"})
 

@@ -177,10 +177,10 @@ VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
-def bytes_within_limits(groups: Path = GROUPS, own: Path = OWN) -> float:
+def bytes_within_limits(groups: Path = GROUPS, of_process: Path = OWN) -> float:
     """Bytes that this process may take before the first limit of its groups; infinity without one."""
     rooms = [math.inf]
-    for group, files in _groups(groups, own):
+    for group, files in _groups(groups, of_process):
         with suppress(OSError, ValueError):  # "max" is no number, and the root has no files
             limit, usage = (int((group / name).read_text()) for name in (files.limit, files.usage))
             words = (line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -188,10 +188,10 @@ def bytes_within_limits(groups: Path = GROUPS, own: Path = OWN) -> float:
     return max(min(rooms), 0)
 
 
-def _groups(groups: Path, own: Path) -> Iterator[tuple[Path, _Files]]:
+def _groups(groups: Path, of_process: Path) -> Iterator[tuple[Path, _Files]]:
     """The folders of this process's groups and of those around them. In a container the root is its own group."""
     try:
-        lines = own.read_text().splitlines()
+        lines = of_process.read_text().splitlines()
     except OSError:  # not Linux
         return
     for line in lines:

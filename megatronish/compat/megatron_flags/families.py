@@ -1,4 +1,4 @@
-"""Families of Megatron-LM's flags: many flags with one reason.
+"""What is known of a flag of Megatron-LM that is no field here (`Known`), and families: many flags with one reason.
 
 A family with switches is a part that a run either has or not: a switch is refused (or something else is computed
 instead), and the other flags of the family say nothing without it. A family without switches is refused as a whole.
