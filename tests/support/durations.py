@@ -32,7 +32,7 @@ def spent(lines: Iterable[str]) -> Spent:
         if (match := LINE.match(line)) is not None:
             seconds, path = float(match["seconds"]), Path(match["file"])
             found.folders[path.parts[0] if len(path.parts) > 1 else path.name] += seconds
-            found.tests[f"{path}::{match['test']}"] += seconds
+            found.tests[f"tests/{path}::{match['test']}"] += seconds
     return found
 
 
