@@ -48,8 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the cases that are marked as further ones, unless they are asked for by their names."""
-    left_out = [item for item in items if item.get_closest_marker("sweep") and "::" not in " ".join(config.args)]
-    items[:] = [item for item in items if item not in left_out]
+    if any("::" in word for word in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("sweep") is not None]
+    items[:] = [item for item in items if item.get_closest_marker("sweep") is None]
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -4,15 +4,14 @@ import os
 import subprocess
 import sys
 
-from paths import ROOT, TESTS
+from all import PATH
+from paths import TESTS
 
 
 def test_two_malicious_inputs_of_each_kind_end_in_sentences() -> None:
-    folders = [ROOT, *(TESTS / name for name in ("support", "attack", "launch", "compat"))]
-    path = os.pathsep.join(map(str, folders))
     command = [sys.executable, str(TESTS / "attack" / "malformed.py"), "--hostile", "--each", "2", "--seed", "7"]
     ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=300
+        command, env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, text=True, check=False, timeout=300
     )
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
     assert "| malicious inputs | 46 | 0 |" in ended.stdout

@@ -20,6 +20,8 @@ from results import RESULTS, Result, published, table
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 SCRIPTS = {"malicious": "malformed"}
+PATH = os.pathsep.join(map(str, [ROOT, *(ROOT / "tests" / name for name in ("support", "attack", "launch", "compat"))]))
+"""Where the scripts find the package, and the helpers and tables of the tests."""
 
 
 def size(name: str, usual: int) -> str:
@@ -49,9 +51,7 @@ def commands() -> dict[str, list[str]]:
 
 def environment(results: Path) -> dict[str, str]:
     """The environment of a script: it finds the package and the helpers of the tests."""
-    folders = [ROOT, *(ROOT / "tests" / name for name in ("support", "attack", "launch", "compat"))]
-    path = os.pathsep.join(map(str, folders))
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", RESULTS: str(results)}
+    return os.environ | {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", RESULTS: str(results)}
 
 
 def main() -> int:
