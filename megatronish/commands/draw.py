@@ -31,7 +31,7 @@ _SPLIT = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.h
 _WEIGHT_HELP = f"Time of a weight gradient: a part of the backward except in {_SPLIT}."
 
 LONGEST_TIME = 1e12
-MOST_ACTIONS, MOST_CELLS = 200_000, 4_000_000
+MOST_ACTIONS, MOST_CELLS = 50_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def refuse_arguments(arguments: DrawArguments) -> None:
         )
     if arguments.stages * arguments.microbatches * chunks > MOST_ACTIONS:
         raise UserError(
-            f"stages={arguments.stages} x microbatches={arguments.microbatches} is more than {MOST_ACTIONS:,}, "
+            f"stages={arguments.stages} x microbatches={arguments.microbatches} is more than {MOST_ACTIONS:,} "
             "forwards, too many to look at; draw fewer"
         )
     for name in ("forward", "backward", "weight", "transfer"):

@@ -86,7 +86,7 @@ def test_an_argument_of_a_checkpoint_has_the_bounds_of_its_flag() -> None:
     "flags", [{"stages": 100_000, "microbatches": 2}, {"stages": 2, "microbatches": 2, "chunks": 10**9}]
 )
 def test_a_drawing_is_bounded_by_its_cells(flags: dict[str, int]) -> None:
-    with pytest.raises(UserError, match="is a table of more than 4,000,000 cells"):
+    with pytest.raises(UserError, match="is a table of more than 1,000,000 cells"):
         refuse_arguments(DrawArguments(**flags))
 
 

@@ -20,14 +20,17 @@ def interleaved(*, stage: int, num_stages: int, num_microbatches: int, num_chunk
         return one_f_one_b(stage=stage, num_stages=num_stages, num_microbatches=num_microbatches)
     # 1. The order of the forwards and that of the backwards, each by itself: groups of num_stages micro-batches, every
     #    group through all chunks, backwards through the chunks in reverse.
-    forwards, backwards = [], []
+    forwards: list[Action | None] = []
+    backwards: list[Action | None] = []
     for group in range(0, num_microbatches, num_stages):
+        real = range(group, min(group + num_stages, num_microbatches))
+        padding = [None] * (num_stages - len(real))
         for chunk in range(num_chunks):
-            forwards += [Action("F", chunk, group + i) for i in range(num_stages)]
-            backwards += [Action("B", num_chunks - 1 - chunk, group + i) for i in range(num_stages)]
+            forwards += [*(Action("F", chunk, i) for i in real), *padding]
+            backwards += [*(Action("B", num_chunks - 1 - chunk, i) for i in real), *padding]
     # 2. Merge the two: the warm-up forwards, then one forward and one backward in turn. The backward of a group's first
     #    micro-batch needs its forward through all chunks, (v - 1) p forwards, and the way to the last stage and back.
     warm_up = 2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages
     row = one_by_one(forwards, backwards, ahead=warm_up + 1)
     # 3. Remove the padding of the last group.
-    return [action for action in row if action.micro_batch < num_microbatches]
+    return [action for action in row if action is not None]

@@ -12,7 +12,7 @@ alone. In a plan without W actions B is the whole backward.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 Kind = Literal["F", "B", "W"]
 
@@ -52,7 +52,10 @@ def v_shaped(*, num_stages: int, num_chunks: int = 2) -> Placement:
     ]
 
 
-def one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
+Item = TypeVar("Item")  # an action, or None for padding
+
+
+def one_by_one(forwards: Sequence[Item], backwards: Sequence[Item], *, ahead: int) -> list[Item]:
     """`ahead` forwards, then one backward and one forward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead

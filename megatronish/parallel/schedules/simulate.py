@@ -10,7 +10,7 @@ posted; a receive is posted RECEIVES_AHEAD actions before the action that needs 
 line. So a plan that passes the check cannot hang in the executor.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -119,27 +119,31 @@ def _times(
     network = Network(plan, placement)
     ends: dict[tuple[int, Action], float] = {}
     timeline: Timeline = [[] for _ in plan]
-    # Sweep over the stages until a sweep starts no action: then the plan is finished, or it hangs.
-    progress = True
-    while progress:
-        progress = False
-        for stage, (row, done) in enumerate(zip(plan, timeline, strict=True)):
-            # As many of the stage's next actions as possible.
-            while len(done) < len(row):
-                action = row[len(done)]
-                # 1. The action starts after the stage's previous one, and after its input has arrived.
-                start = done[-1].end if done else 0.0
-                if cause := network.source(stage, action):
-                    if cause not in ends:
-                        break
-                    start = max(start, ends[cause] + (transfer if cause[0] != stage else 0.0))
-                # 2. Its output needs a free line.
-                if waiting_sends and not network.send(stage, action, timeline):
+    waiting: dict[tuple[int, Action | None], list[int]] = {}  # stages, by the action, or the stage, that they wait for
+    ready = deque(range(len(plan)))
+    # Take stages that can go on until there are none: then the plan is finished, or it hangs.
+    while ready:
+        stage = ready.popleft()
+        row, done = plan[stage], timeline[stage]
+        # As many of the stage's next actions as possible.
+        while len(done) < len(row):
+            action = row[len(done)]
+            # 1. The action starts after the stage's previous one, and after its input has arrived.
+            start = done[-1].end if done else 0.0
+            if cause := network.source(stage, action):
+                if cause not in ends:
+                    waiting.setdefault(cause, []).append(stage)
                     break
-                # 3. It can start: its end may be what other stages wait for.
-                end = ends[stage, action] = start + duration(stage, action)
-                done.append(Timed(action, start, end))
-                progress = True
+                start = max(start, ends[cause] + (transfer if cause[0] != stage else 0.0))
+            # 2. Its output needs a free line.
+            if waiting_sends and (receiver := network.send(stage, action, timeline)) is not None:
+                waiting.setdefault((receiver, None), []).append(stage)
+                break
+            # 3. It can start: its end, and that its stage goes on, may be what other stages wait for.
+            end = ends[stage, action] = start + duration(stage, action)
+            done.append(Timed(action, start, end))
+            ready.extend(waiting.pop((stage, action), ()))
+            ready.extend(waiting.pop((stage, None), ()))
     return timeline
 
 
@@ -217,15 +221,15 @@ class Network:
         place = self._routes[action.kind, StageChunk(stage, action.chunk)].target
         return place and (place.stage, Action(action.kind, place.chunk, action.micro_batch))
 
-    def send(self, stage: int, action: Action, timeline: Timeline) -> bool:
-        """Send the action's output on its line; False if the last send on that line has no receive posted yet."""
+    def send(self, stage: int, action: Action, timeline: Timeline) -> int | None:
+        """Send the action's output on its line. If the last send there has no receive posted yet: its receiver."""
         target = self.target(stage, action)
         if target is None or target[0] == stage:
-            return True
+            return None
         line = (stage, action.kind, target[0] > stage)
         if line in self._last:
             receiver, index = self._last[line]
             if len(timeline[receiver]) < index - RECEIVES_AHEAD:
-                return False
+                return receiver
         self._last[line] = target[0], self._order[target]
-        return True
+        return None

@@ -35,16 +35,17 @@ def zb_v(*, stage: int, num_stages: int, num_microbatches: int, num_chunks: int 
         ("Wb", s),
         ("Wa", s),
     )
-    return [action for action in _numbered(phases) if action.micro_batch < num_microbatches]
+    return _numbered(phases, below=num_microbatches)
 
 
-def _numbered(phases: tuple[tuple[str, int], ...]) -> list[Action]:
-    """("Fb Fa", 2) -> F0b F0a F1b F1a."""
+def _numbered(phases: tuple[tuple[str, int], ...], *, below: int) -> list[Action]:
+    """("Fb Fa", 2) -> F0b F0a F1b F1a, without the micro-batches from `below` on."""
     counts: Counter[str] = Counter()
     row = []
     for pattern, times in phases:
         for name in pattern.split() * times:
-            kind: Kind = name[0]  # type: ignore[assignment]
-            row.append(Action(kind, CHUNKS[name[1]], counts[name]))
-            counts[name] += 1
+            if counts[name] < below:
+                kind: Kind = name[0]  # type: ignore[assignment]
+                row.append(Action(kind, CHUNKS[name[1]], counts[name]))
+                counts[name] += 1
     return row
