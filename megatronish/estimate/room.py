@@ -18,6 +18,7 @@ import torch
 from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
+from megatronish.core.aside import Aside
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import Memory, format_bytes
@@ -73,13 +74,30 @@ class RankRoom(NamedTuple):
 
 
 def refuse_without_room(config: Config, mesh: Mesh, *, vocab_size: int) -> None:
-    """UserError on all ranks if a machine or a device lacks memory for its ranks. A collective call."""
+    """UserError on all ranks if a machine or a device lacks memory for its ranks. A collective call.
+
+    If it cannot be found out, by a fault of this module or of the machine, a line says so and the run starts.
+    """
     if not config.resilience.check_memory:
         return
-    everyone = from_all(mesh.checkpoint_axis, lambda: RankRoom.of(mesh.device))
+    aside = Aside("the comparison of memory")
+
+    def own() -> RankRoom | None:
+        with aside.guard():
+            return RankRoom.of(mesh.device)
+        return None
+
+    found = from_all(mesh.checkpoint_axis, own)
+    everyone = [room for room in found if room is not None]
+    if len(everyone) < len(found):  # the same on all ranks
+        return
 
     def look() -> None:
-        if mesh.is_main and (said := sentence(config, everyone, vocab_size=vocab_size)) is not None:
+        said = None
+        if mesh.is_main:
+            with aside.guard():
+                said = sentence(config, everyone, vocab_size=vocab_size)
+        if said is not None:
             raise UserError(f"{said}; --no-check-memory starts it none the less")
 
     all_or_none(mesh.checkpoint_axis, look)
@@ -93,7 +111,9 @@ def note_on_room(config: Config, device_type: DeviceType, *, vocab_size: int) ->
     number = config.layout.world_size
     if place_from_environment() is not None or number > MOST_RANKS or not config.resilience.check_memory:
         return None
-    said = sentence(config, [RankRoom.of(torch.device(device_type))] * number, vocab_size=vocab_size)
+    said = None
+    with Aside("the comparison of memory").guard():
+        said = sentence(config, [RankRoom.of(torch.device(device_type))] * number, vocab_size=vocab_size)
     return None if said is None else f"a start of all ranks here would be refused: {said}"
 
 

@@ -13,8 +13,10 @@ import torch
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.config.config import Config
+from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.dump import resolved, write_toml
 from megatronish.config.plugins import import_plugins
+from megatronish.core.aside import Aside
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.figures import no_matplotlib
 from megatronish.estimate.room import refuse_without_room
@@ -40,7 +42,7 @@ from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.resume import Begun, begin
 from megatronish.train.setup import TrainingJob, report_chats
-from megatronish.train.trainer import Aside, Hook, Trainer, TrainingSchedule
+from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
 from megatronish.train.watch import lost_rank, share_by_store, start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import Watchdog
@@ -193,7 +195,6 @@ def _train(
     # Signals are watched from here on; then data, first lines, and the engine with the weights that it starts from.
     stopper, record = _stopper(config, place), mesh.record
     job = _open_job(config, mesh)
-    refuse_without_room(config, mesh, vocab_size=job.vocab_size)
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
     opening = "\n".join(f"note: {note}" for note in notes)
     with Aside("the table of expected costs").guard():
@@ -266,9 +267,17 @@ def _say_failure(folder: Path, _kind: object, error: BaseException | None, _trac
 
 
 def _open_job(config: Config, mesh: Mesh) -> TrainingJob:
-    """The data and what they say of the model; what is wrong with the prompt of a sample shows now, too."""
+    """The data and what they say of the model; what is wrong with the prompt of a sample shows now, too.
+
+    Whether there is room is asked before, as to read many chats takes long, where the files tell the vocabulary.
+    """
+    named = config.data.vocab_size or from_one(mesh.checkpoint_axis, lambda: vocabulary_of_files(config.data))
+    if named is not None:
+        refuse_without_room(config, mesh, vocab_size=named)
     mesh.record.enter_phase("start", "opening the data")
     job = TrainingJob.open(config, mesh)
+    if job.vocab_size != named:
+        refuse_without_room(config, mesh, vocab_size=job.vocab_size)
     if config.log.sample_prompt is not None and not config.data.mock_data:
         encode_prompt(job.tokenizer, config.log.sample_prompt)
     return job

@@ -15,6 +15,7 @@ from megatronish.config.fields import one_of, with_fields
 from megatronish.config.model_source import TOKENIZER_FIELDS
 from megatronish.config.portable import absolute
 from megatronish.config.sections.data import DataConfig
+from megatronish.core.aside import Aside
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.data.chat.audit import Audit
@@ -74,10 +75,10 @@ def refuse_other_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     if own == config.data or own.tokenizer_type not in OF_TEXT:
         return
     try:
-        expected = build_tokenizer(own).encode(PROBE)
-    except (UserError, OSError):
+        theirs_are, ours_are = build_tokenizer(own).encode(PROBE), tokenizer.encode(PROBE)
+    except (UserError, OSError, ValueError):  # no file; or no token for some character: nothing to compare
         return
-    if tokenizer.encode(PROBE) != expected:
+    if ours_are != theirs_are:
         named = config.data.tokenizer_model or config.data.vocab_file or config.data.tokenizer_type
         theirs = own.tokenizer_model or own.vocab_file or own.tokenizer_type
         raise UserError(
@@ -182,15 +183,17 @@ class TrainingJob:
     @property
     def speed(self) -> Speed:
         """Numbers that turn the seconds of a step into tokens/s and FLOP/s."""
-        config = self.config
-        return Speed(
-            seq_length=config.training.seq_length,
-            model_flops_per_token=model_flops_per_token(
+        config, flops = self.config, None
+        with Aside("the count of FLOPs in the log").guard():
+            flops = model_flops_per_token(
                 config.model,
                 vocab_size=self.vocab_size,
                 seq_length=config.training.seq_length,
                 is_frozen=config.adapter.is_used,
-            ),
+            )
+        return Speed(
+            seq_length=config.training.seq_length,
+            model_flops_per_token=flops,
             num_devices=self.mesh.world.size,
             peak_tflops=config.log.peak_tflops_per_device or peak_tflops(self.device_name, config.training.precision),
         )

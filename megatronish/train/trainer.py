@@ -8,19 +8,14 @@ on, and one line says so. A hook that communicates guards what it does alone, an
 collective that follows (`Aside`); so all of them leave it out, and none waits for another.
 """
 
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from megatronish.config.sections.run import LogConfig
-from megatronish.core.errors import RunError, UserError
+from megatronish.core.aside import Aside
 from megatronish.core.names import HOOK_NAMES, options_of_each
 from megatronish.data.loader import Prefetcher
 from megatronish.engine.engine import Engine
@@ -78,38 +73,6 @@ class StepRecord:
     def learning_rate(self) -> float:
         """Learning rate of the step, of all except decoupled parameters."""
         return self.learning_rates.base
-
-
-class Aside:
-    """Whether something that only looks at the run has failed and is left out; `what` names it."""
-
-    def __init__(self, what: str) -> None:
-        self.what, self.is_off = what, False
-
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Context of work without communication: what it raises by its own fault is reported once."""
-        try:
-            yield
-        except (UserError, RunError):  # what was looked for and found
-            raise
-        except Exception as error:
-            self.step(f"{type(error).__name__}: {error}{_place(error)}")
-
-    def step(self, reason: str, *, tells: bool = True) -> None:
-        """Leave it out from now on, and say so, once."""
-        if tells and not self.is_off:
-            words = " ".join(reason.split())
-            tqdm.write(
-                f"{self.what} failed and is left out from here on, training continues: {words:.300}", file=sys.stderr
-            )
-        self.is_off = True
-
-
-def _place(error: Exception) -> str:
-    """Where it was raised, for a report."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 class Hook:

@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def watchdog_of(config: Config, place: Place, record: RankRecord, pulses: Pulses
 
     watchdog = Watchdog(record, limits, config.layout, rank=place.rank, leave=place.leave, on_report=keep)
     if pulses is not None:
-        watchdog.pulse_to(pulses, place.rank if pulses.count > 1 else 0)
+        with suppress(OSError):  # no memory file: the guard speaks for the other ranks
+            watchdog.pulse_to(pulses, place.rank if pulses.count > 1 else 0)
     return watchdog
 
 

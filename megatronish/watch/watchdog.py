@@ -87,8 +87,8 @@ class Watchdog:
 
     def pulse_to(self, pulses: Pulses, place: int) -> None:
         """Leave pulses there for a guard, which speaks where this process cannot. Before it is entered; Linux alone."""
-        self._pulses, self._slot = pulses, place
         self._trace = os.memfd_create("stacks")
+        self._pulses, self._slot = pulses, place
 
     def share(self, board: Board, *, kept_by: str = "") -> None:
         """Exchange beats with the other ranks from now on; `kept_by` is the process without which none could."""

@@ -13,6 +13,7 @@ from megatronish.config.read import read_config
 from megatronish.estimate import room
 from megatronish.estimate.links import facts
 from megatronish.estimate.room import RankRoom, sentence
+from megatronish.train import setup
 
 GIB = 2**30
 MODEL = f"--config {ROOT}/configs/llama-8b-8gpu.toml --mock-data --vocab-size 128256"
@@ -114,3 +115,14 @@ def test_a_dry_run_says_it_in_a_line() -> None:
     assert ended.output.count("note: a start of all ranks here would be refused: the run expects ") == 1
     ended = call_main(tiny(Path("never-written"), "--dry-run"))
     assert ended.status == 0 and "would be refused" not in ended.output
+
+
+def without_memory_and_data() -> None:
+    """Planted in a job: no memory, and a fault of its own where it opens the data."""
+    without_memory()
+    setup.build_datasets = without_memory_and_data  # type: ignore[assignment]
+
+
+def test_room_is_asked_for_before_the_data_are_read(tmp_path: Path) -> None:
+    ended = run_job(tiny(tmp_path / "run", "--train-iters 1"), tmp_path, plant=without_memory_and_data)
+    assert ended.status == 2 and "which has 1.0 MiB" in ended.errors, ended.errors

@@ -27,8 +27,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatronish.core.aside import Aside
 from megatronish.core.files import ordinary, write_quickly
-from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
+from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import PhaseName, RankRecord
 
 LEDGER = "goodput.json"

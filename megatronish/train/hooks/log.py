@@ -14,29 +14,31 @@ import torch
 from tqdm import tqdm
 
 from megatronish.config.sections.run import LogConfig
+from megatronish.core.aside import Aside
 from megatronish.report.metrics import Console, Value, file_line, points
 from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.folder import add_line
-from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
+from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Sizes that turn the seconds of a step into rates."""
+    """Sizes that turn the seconds of a step into rates; None is one that is not known."""
 
     seq_length: int
-    model_flops_per_token: float
+    model_flops_per_token: float | None
     num_devices: int
     peak_tflops: float | None
 
     def rates(self, record: StepRecord) -> dict[str, float | None]:
-        """tokens_per_second over all devices, model_tflops_per_device and mfu (None where the peak is not known)."""
+        """tokens_per_second over all devices, model_tflops_per_device and mfu."""
         tokens_per_second = record.global_batch_size * self.seq_length / record.seconds
-        tflops = tokens_per_second * self.model_flops_per_token / self.num_devices / 1e12
+        flops = self.model_flops_per_token
+        tflops = None if flops is None else tokens_per_second * flops / self.num_devices / 1e12
         return {
             "tokens_per_second": tokens_per_second,
             "model_tflops_per_device": tflops,
-            "mfu": None if self.peak_tflops is None else tflops / self.peak_tflops,
+            "mfu": None if tflops is None or self.peak_tflops is None else tflops / self.peak_tflops,
         }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatronish.checkpoint.replicated.copies import NearbyCopies
 from megatronish.config.config import Config
+from megatronish.core.aside import Aside
 from megatronish.engine.engine import Engine
 from megatronish.estimate.planner.forecast import forecast
 from megatronish.parallel.mesh import Mesh
@@ -28,7 +29,7 @@ from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.hooks.stragglers import Stragglers
 from megatronish.train.setup import TrainingJob
-from megatronish.train.trainer import Aside, Hook, hooks_of
+from megatronish.train.trainer import Hook, hooks_of
 
 
 def hooks_of_run(

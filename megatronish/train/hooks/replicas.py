@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatronish.core.aside import Aside
 from megatronish.core.errors import WholeRunError
 from megatronish.engine.engine import Engine
 from megatronish.parallel import comm
@@ -24,7 +25,7 @@ from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.data_parallel.fully_sharded import held
 from megatronish.parallel.mesh import Axis
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
+from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 NAMED = 3
 """Parameters that the error names."""

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from megatronish.core.aside import Aside
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Mesh
-from megatronish.train.trainer import Aside, Hook, StepRecord, Trainer
+from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
 
 WINDOWS = 2
