@@ -437,6 +437,13 @@ def test_a_folder_without_room_is_refused(tmp_path: Path) -> None:
     assert (ended.status, "local_save is empty; name a folder" in ended.errors) == (2, True), ended
 
 
+def test_a_need_of_little_room_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(total=10**12, used=10**12 - 100, free=100)
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _folder: free)
+    with pytest.raises(UserError, match=r"need 5,000 bytes on each host, .* has 100 bytes free"):
+        chosen(str(tmp_path / "copies"), "name", needed=5_000)
+
+
 def test_copies_lie_in_memory_unless_they_are_elsewhere_or_it_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

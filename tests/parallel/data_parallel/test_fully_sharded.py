@@ -20,10 +20,12 @@ from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 from megatronish.model.gpt import TransformerBlock
+from megatronish.parallel.data_parallel import fully_sharded
 from megatronish.parallel.mesh import Mesh
 from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.watch.record import RankRecord
 
 STEPS = 2
 
@@ -231,3 +233,13 @@ def test_verify_layout_takes_it_for_any_other_stage(tmp_path: Path) -> None:
     ended = run_job(argv, tmp_path, main=verify_layout.main)
     assert ended.status == 0, ended
     assert "trains the same model" in ended.output
+
+
+def test_a_transfer_is_counted_on_the_line_of_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = RankRecord()
+    shard, copies = record.line("dp_cp_shard", [0, 1]), record.line("dp_replicate", [0, 2])
+    record.count_bytes()
+    for ranks in ((0, 2), (0, 2), (0, 1), (0, 3)):  # the last is no line of this rank
+        monkeypatch.setattr(fully_sharded, "get_process_group_ranks", lambda _group, ranks=ranks: list(ranks))
+        fully_sharded._count(shard, "all_gather", torch.zeros(5), None)  # type: ignore[arg-type]
+    assert (shard.sent, copies.sent) == ({"all_gather": 20}, {"all_gather": 40})
