@@ -33,7 +33,7 @@ from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.parallel.ranges import ATTENTION, marked
 from megatronish.parallel.sharding import Cut, Init, Sharding
-from megatronish.specs.layers import AttentionSpec
+from megatronish.specs.attention import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -10,66 +10,11 @@ a module, and a test that holds one to the other (tests/estimate/test_layer_cost
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatronish.config.sections.model import Activation, ModelConfig, SoftmaxType
+from megatronish.config.sections.model import Activation, ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, options_of
-from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Self-attention: N query heads and K key/value heads of size H; grouped queries where K < N."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    window: int | None = None
-    """Keys that a token sees at most, itself included; None: all before it."""
-    qk_norm: bool = False
-    """Each head's queries and keys are normalised."""
-    norm_across_heads: bool = False
-    """All heads are normalised at once."""
-    clip: float | None = None
-    """Bound of queries, keys and values on both sides."""
-    qkv_bias: bool = True
-    out_bias: bool = True
-    rotary: bool = True
-    """Queries and keys are turned, in a model with RoPE."""
-    softmax: SoftmaxType = "vanilla"
-
-    @property
-    def sections(self) -> dict[str, int]:
-        """Features of all queries, all keys and all values: the sections of the qkv projection."""
-        size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        return {"q": size, "k": kv_size, "v": kv_size}
-
-    def cost(self, model: ModelConfig) -> LayerCost:
-        """Kept besides the inputs of linear layers and norms: queries, keys and values."""
-        hidden, (queries, keys, values) = model.hidden_size, self.sections.values()
-        sections = tuple(self.sections.items())
-        qkv = LinearShape(
-            hidden, queries + keys + values, "column", self.qkv_bias, name="attention.qkv", sections=sections
-        )
-        out = LinearShape(queries, hidden, "row", self.out_bias, name="attention.out", sections=(("o", hidden),))
-        names = ("attention.q_norm", "attention.k_norm")
-        if self.norm_across_heads:
-            norms = tuple(
-                NormShape("RMSNorm", size, is_split=True, cuts_weight=True, name=name)
-                for name, size in zip(names, (queries, keys), strict=True)
-            )
-        else:
-            norms = tuple(
-                NormShape(model.normalization, self.head_size, heads, is_split=True, name=name)
-                for name, heads in zip(names, (self.num_heads, self.num_kv_heads), strict=True)
-            )
-        return LayerCost(
-            linears=(qkv, out),
-            norms=norms if self.qk_norm else (),
-            cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window),),
-            kept=Count(split=queries + keys + values),
-            vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
-            vectors_name="attention.sinks",
-        )
+from megatronish.specs.attention import AttentionRun, AttentionSpec
+from megatronish.specs.costs import ActivationBytes, Count, LayerCost, LinearShape, NormShape
 
 
 @dataclass(frozen=True)
@@ -253,6 +198,14 @@ class LayerSpec:
             for name in ("attention_norm", "mlp_norm")
         )
         return attention_norm + self.attention.cost(model) + mlp_norm + self.mlp.cost(model)
+
+    def more_kept(self, run: AttentionRun, *, learns: bool) -> float:
+        """Bytes that a GPU keeps more than the cost row says."""
+        return self.mlp.more_kept(run.size, fused=run.kernels, learns=learns) + self.attention.more_kept(run)
+
+    def transients(self, run: AttentionRun) -> float:
+        """Bytes that the backward needs besides what was kept: that of the MLP, or then that of attention."""
+        return max(self.mlp.transients(run.size), self.attention.transients(run) - self.mlp.freed(run.size))
 
 
 def _experts(model: ModelConfig) -> ExpertsSpec:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import bytes_per_score
 from ranks import run_ranks
 from saved import saved_by
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +14,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import AttentionBackend, TrainingConfig
 from megatronish.core.layout import Layout
-from megatronish.estimate.costs.layer_kind_memory import LayerMemory, bytes_per_score, layer_kinds
+from megatronish.estimate.costs.layer_kind_memory import LayerMemory, layer_kinds
 from megatronish.launch.place import Place
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from models import GPT2, LLAMA3_8B
+from models import GPT2, LLAMA3_8B, bytes_per_score
 
 from megatronish.config.config import Config
 from megatronish.config.sections.data import DataConfig
@@ -13,7 +13,6 @@ from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import AttentionBackend, RecomputeConfig, TrainingConfig
 from megatronish.core.layout import Layout
-from megatronish.estimate.costs.layer_kind_memory import bytes_per_score
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import Memory, format_bytes, memory_table
 from megatronish.estimate.costs.model_state import ZeroSettings

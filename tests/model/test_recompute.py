@@ -15,13 +15,13 @@ from itertools import product
 
 import pytest
 import torch
+from models import bytes_per_score
 from ranks import run_ranks
 from saved import saved_by
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.layout import Layout
-from megatronish.estimate.costs.layer_kind_memory import bytes_per_score
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import SITES
 from megatronish.model.batch import MicroBatch

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+from megatronish.config.config import Config
 from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.training import AttentionBackend, TrainingConfig
+from megatronish.estimate.costs.layer_kind_memory import LayerMemory
 
 GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
 LLAMA3_8B = ModelConfig(
@@ -41,3 +44,10 @@ VARIANTS = {
     "more positions": replace(SMALL, max_position_embeddings=64, apply_layernorm_1p=True),
     "no positions": replace(SMALL, position_embedding_type="none", group_query_attention=True),
 }
+
+
+def bytes_per_score(model: ModelConfig, backend: AttentionBackend, element_bytes: int) -> int:
+    """What attention of such a model keeps of each query with each key."""
+    training = TrainingConfig(bf16=element_bytes == 2, attention_backend=backend)
+    memory = LayerMemory(Config(model=model, training=training), vocab_size=64)
+    return memory.usual_attention.bytes_per_score(memory.run(0))

@@ -31,7 +31,8 @@ from megatronish.model.gpt import GPT, Execution
 from megatronish.parallel.mesh import Mesh, dense_domain
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import collect_shardings, initialize
-from megatronish.specs.layers import AttentionSpec, LayerSpec, MixedModelConfig, MLPSpec
+from megatronish.specs.attention import AttentionSpec
+from megatronish.specs.layers import LayerSpec, MixedModelConfig, MLPSpec
 
 S, B, GLOBAL_BATCH_SIZE, VOCAB_SIZE = 24, 2, 8, 61
 TRAINING = TrainingConfig(seq_length=S, micro_batch_size=B, global_batch_size=GLOBAL_BATCH_SIZE)

@@ -1,16 +1,12 @@
 """Memory of a kind of layer on a rank: what it keeps for its backward, and what that backward needs in addition.
 
-Kept is what the cost row says: with flash attention and without dropout masks, which are computed again, 32 s b h bytes
-a layer for a GPT in bf16 (Korthikanti et al. 2022, arXiv:2205.05198, section 4), of which tensor parallelism splits 24
-and sequence parallelism the rest. A GPU keeps some tensors more, or fewer, than the row:
+Kept is what the cost row says, and what the spec says that a GPU keeps more or fewer of (specs/attention.py, and
+fused SwiGLU's activated gate in specs/layers.py). What all layers share, or a run adds, is here:
 
-    RoPE           queries and keys as they were before they were turned, and its tables
-    fused SwiGLU   no activated gate
-    SDPA           with `--attention-backend flash`, a dense mask of numbers of a window or of documents for each layer,
-                   and one of bools; ALiBi's biases once for all layers. No kernel that takes a mask knows shared heads,
-                   nor does one in fp32, so that each query head gets a key/value head of its own
-    adapters       a frozen product keeps no input; LoRA keeps the input of each section (with dropout a copy for each
-                   of them) and the product with A, IA3 the features that it scales
+    RoPE       its tables
+    SDPA       with `--attention-backend flash`, a dense mask of bools; ALiBi's biases
+    adapters   a frozen product keeps no input; LoRA keeps the input of each section (with dropout a copy for each of
+               them) and the product with A, IA3 the features that it scales
 
 Not counted: statistics of norms and softmax (about 1 %).
 """
@@ -24,15 +20,11 @@ from typing import NamedTuple
 from megatronish.config.config import Config
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
-from megatronish.config.sections.training import AttentionBackend
 from megatronish.estimate.costs.parameters import adapter_parameters, frozen_bytes, largest_dequantised, quantised
 from megatronish.specs.adapter_targets import all_patterns, is_target
+from megatronish.specs.attention import AttentionRun, AttentionSpec
 from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape, NormShape
-from megatronish.specs.layers import AttentionSpec, LayerSpec, layer_specs
-
-BLOCK_BYTES = 8 * 2**20
-"""Scores of a block of attention with dropout, in fp32: two blocks at a time, and without operators eight."""
-BLOCK_QUERIES = 64
+from megatronish.specs.layers import LayerSpec, layer_specs
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,45 +201,26 @@ class LayerMemory:
         return self._kept[kind]
 
     def _new_kept(self, kind: LayerKind) -> float:
-        training = self.config.training
-        keeps_scores = self.config.recompute.recompute_granularity != "selective" and not self.is_ring
-        scores = bytes_per_score(self.config.model, training.attention_backend, self.element) if keeps_scores else 0
+        run = self.run(self.element)
+        attention = getattr(kind.spec, "attention", self.usual_attention)
+        scores = 0 if run.is_selective or run.is_ring else attention.bytes_per_score(run)
         saved = kind.cost.saved_bytes(
-            seq_length=training.seq_length, element_bytes=self.element, score_bytes=scores, device=self.device
+            seq_length=run.seq_length, element_bytes=self.element, score_bytes=scores, device=self.device
         )
         found = float(self.tokens * self._per_rank(saved))
         if self.device == "cpu":
             return found
-        if (mlp := getattr(kind.spec, "mlp", None)) is not None:
-            found += mlp.more_kept(self.sizes(self.element), fused=self.kernels, learns=not self.freezes)
-        if (attention := getattr(kind.spec, "attention", None)) is not None:
-            found += self._kept_by_attention(attention)
+        if (more_kept := getattr(kind.spec, "more_kept", None)) is not None:
+            found += more_kept(run, learns=not self.freezes)
         return found + (self._kept_for_adapters(kind) if self.freezes else 0.0)
+
+    @cached_property
+    def usual_attention(self) -> AttentionSpec:
+        """Attention as the options of the config describe it, for layers of a plug-in that do not say."""
+        return LayerSpec.of(self.config.model).attention
 
     def _per_rank(self, count: Count) -> int:
         return count.per_rank(self.tp, sequence_parallel=self.cuts_sequence, experts=self.tp // self.etp)
-
-    def _kept_by_attention(self, spec: AttentionSpec) -> float:
-        model = self.config.model
-        heads, kv_heads = (number * spec.head_size for number in (spec.num_heads, spec.num_kv_heads))
-        found, turns = 0.0, model.position_embedding_type == "rope" and spec.rotary
-        if self.cp > 1 and not self.is_ring:
-            found += self.feature * heads  # the output as it was computed, and as it has come back
-        else:
-            if turns:
-                found += self.feature * (heads + kv_heads)
-            copies = self.config.training.micro_batch_size > 1 and not model.attention_dropout
-            if self.cp == 1 and copies and not self._is_flex(spec):
-                found += self.feature * heads  # in the order of the heads, and in that of the sequence
-        if self.config.recompute.recompute_granularity == "selective":
-            return found
-        if self.has_dense_mask(spec) and not self._has_alibi:
-            found += self.element * self._masked_pairs
-        if self._repeats_heads(spec):
-            found += self.feature * 2 * heads
-            if turns and self.cp == 1:  # nothing else keeps the turned keys, nor what was turned
-                found -= self.feature * (heads + 3 * kv_heads)
-        return found
 
     def _kept_for_adapters(self, kind: LayerKind) -> float:
         """What a layer keeps more, or fewer, because its weights are frozen. Rows of experts have no dropout."""
@@ -282,89 +255,69 @@ class LayerMemory:
 
     # Masks
 
-    def _is_masked(self, spec: AttentionSpec) -> bool:
-        """Whether more is masked than what comes later."""
-        is_windowed = spec.window is not None and spec.window < self.config.training.seq_length
-        return is_windowed or self._has_alibi or self.config.data.packs_documents
-
-    def _is_flex(self, spec: AttentionSpec) -> bool:
-        """Whether a mask needs FlexAttention, whose output is in the order of the sequence."""
-        return self._is_masked(spec) and self.config.training.attention_backend == "auto"
-
-    @cached_property
-    def _is_sdpa(self) -> bool:
-        """Attention with dropout goes block by block, and sinks are added to flash attention."""
-        model, backend = self.config.model, self.config.training.attention_backend
-        may_be = backend in ("auto", "flash") and not model.attention_dropout and model.softmax_type == "vanilla"
-        return may_be and not self.is_ring
-
-    @cached_property
-    def _has_alibi(self) -> bool:
-        return self.config.model.position_embedding_type == "alibi"
-
-    @cached_property
-    def _masked_pairs(self) -> int:
-        """Queries and keys of the masks of a micro-batch: one for all samples, or one for the documents of each."""
-        training = self.config.training
-        samples = training.micro_batch_size if self.config.data.packs_documents else 1
-        return training.seq_length**2 * samples
-
-    def has_dense_mask(self, spec: AttentionSpec) -> bool:
-        """Whether SDPA gets a dense mask."""
-        return self._is_sdpa and self.config.training.attention_backend == "flash" and self._is_masked(spec)
-
-    def _repeats_heads(self, spec: AttentionSpec) -> bool:
-        """Whether keys and values are copied, one of each for every query head."""
-        is_fp32 = self._is_sdpa and self.element == 4 and not self._is_flex(spec)
-        return spec.num_kv_heads < spec.num_heads and (self.has_dense_mask(spec) or is_fp32)
-
     @cached_property
     def masks(self) -> tuple[float, float]:
         """Bytes of masks that all micro-batches share, and of each that waits, whose documents have their own."""
-        packs, model = self.config.data.packs_documents, self.config.model
+        model, run = self.config.model, self.run(self.element)
+        packs, has_alibi = run.packs_documents, run.has_alibi
         if self.device == "cpu":  # ALiBi's biases alone, if not of a ring, which makes them for a tile at a time
-            biases = self.element * model.num_attention_heads // self.tp * self.config.training.seq_length
-            samples = 1 if packs else self.config.training.micro_batch_size
-            found = float(self.tokens * (biases // samples)) if self._has_alibi and not self.is_ring else 0.0
+            biases = self.element * model.num_attention_heads // self.tp * run.seq_length
+            samples = 1 if packs else run.micro_batch_size
+            found = float(self.tokens * (biases // samples)) if has_alibi and not self.is_ring else 0.0
             return (0.0, found) if packs else (found, 0.0)
         specs = {getattr(spec, "attention", None) for spec in layer_specs(model)}
-        if not any(self.has_dense_mask(spec) for spec in specs if spec is not None):
+        if not any(spec.has_dense_mask(run) for spec in specs if spec is not None):
             return 0.0, 0.0
         heads = model.num_attention_heads // (self.tp * self.cp)
-        of_pair = 1 + (self.element * heads if self._has_alibi else 0)  # a bool, and biases
+        of_pair = 1 + (self.element * heads if has_alibi else 0)  # a bool, and biases
         if not packs:
-            return float(self._masked_pairs * of_pair), 0.0
+            return float(run.masked_pairs * of_pair), 0.0
         # The mask of bools is kept for the layers that are computed again.
         again = self.config.recompute.recompute_granularity is not None
-        return 0.0, float(self._masked_pairs * (of_pair - (0 if again else 1)))
+        return 0.0, float(run.masked_pairs * (of_pair - (0 if again else 1)))
 
     # What a backward needs in addition
 
-    def sizes(self, gradient: int) -> ActivationBytes:
+    def run(self, gradient: int) -> AttentionRun:
         """Sizes for specs; `gradient` are the bytes of an element of a weight's gradient that is not added at once."""
-        return ActivationBytes(
+        model, training = self.config.model, self.config.training
+        size = ActivationBytes(
             feature=self.feature,
             hidden=self.hidden,
             residual=self.residual,
             gathers=self.cuts_sequence,
             gradient=0 if self.defers else gradient,
             element=self.element,
-            hidden_size=self.config.model.hidden_size,
+            hidden_size=model.hidden_size,
             tp=self.tp,
             ep=self.ep,
             etp=self.etp,
+        )
+        return AttentionRun(
+            size=size,
+            tokens=self.tokens,
+            seq_length=training.seq_length,
+            micro_batch_size=training.micro_batch_size,
+            cp=self.cp,
+            is_ring=self.is_ring,
+            backend=training.attention_backend,
+            has_dropout=model.attention_dropout > 0,
+            has_rope=model.position_embedding_type == "rope",
+            has_alibi=model.position_embedding_type == "alibi",
+            packs_documents=self.config.data.packs_documents,
+            is_selective=self.config.recompute.recompute_granularity == "selective",
+            kernels=self.kernels,
         )
 
     def transients(self, kind: LayerKind, gradient: int) -> float:
         """What the backward of a layer needs at most: gradients of its products, or the operators of attention."""
         if (kind, gradient) not in self._transients:
-            mlp, attention = (getattr(kind.spec, name, None) for name in ("mlp", "attention"))
-            size = self.sizes(gradient)
-            if mlp is None or attention is None:  # of a plug-in: gradients of the largest product
-                matrix = size.gradient * kind.largest_matrix.per_rank(self.tp, experts=size.grid)
+            run = self.run(gradient)
+            if (transients := getattr(kind.spec, "transients", None)) is not None:
+                found = transients(run)
+            else:  # of a plug-in: gradients of the largest product
+                matrix = run.size.gradient * kind.largest_matrix.per_rank(self.tp, experts=run.size.grid)
                 found = 2 * self.residual + matrix
-            else:
-                found = max(mlp.transients(size), self._attention_transients(attention) - mlp.freed(size))
             self._transients[kind, gradient] = found + self._hashes + self.dequantised(kind)
         return self._transients[kind, gradient]
 
@@ -375,39 +328,6 @@ class LayerMemory:
                 (self.transients(kind, gradient) for kind in dict.fromkeys(chunk.kinds)), default=0.0
             )
         return self._busiest[chunk, gradient]
-
-    def _attention_transients(self, spec: AttentionSpec) -> float:
-        model, training = self.config.model, self.config.training
-        heads = spec.num_heads * spec.head_size
-        sizes = heads + 2 * spec.num_kv_heads * spec.head_size
-        found = self.residual + self.feature * (sizes + heads)
-        if training.attention_backend in ("fused_softmax", "unfused"):
-            return found + self._explicit_transients(spec)
-        if not self.is_ring and not model.attention_dropout:  # with gradients of copied keys and values
-            return found + (self.feature * 2 * heads if self._repeats_heads(spec) else 0)
-        unit = self.tokens / self.tp
-        found += unit * 4 * (sizes + (3 * (sizes - heads) if self.is_ring else 0))
-        if model.attention_dropout:
-            row = 4 * training.micro_batch_size * training.seq_length * spec.num_heads // self.tp
-            block = min(BLOCK_BYTES, BLOCK_QUERIES * row)
-            if self.is_ring:  # tiles of half of what a rank has
-                block = row * training.seq_length // (2 * self.cp) ** 2
-            found += block * (3 if self.kernels else 8)
-        return found
-
-    def _explicit_transients(self, spec: AttentionSpec) -> float:
-        """Scores in the backward of explicit attention, and the probabilities that selective recomputation restores."""
-        model, training, width = self.config.model, self.config.training, self.element
-        backend = training.attention_backend
-        # Gradients of probabilities and of scores. What the product with the values has kept is gone by then: with
-        # dropout the dropped probabilities, else those in half precision where the softmax is in fp32.
-        if has_fused_softmax(model, backend):
-            more = width if model.attention_dropout else 2 * width
-        else:
-            more = 6 if width == 2 else 4 if model.attention_dropout else 8
-        if self.config.recompute.recompute_granularity == "selective":
-            more += bytes_per_score(model, backend, width)
-        return more * self.tokens * training.seq_length * spec.num_heads / self.tp
 
     @cached_property
     def _hashes(self) -> float:
@@ -459,23 +379,3 @@ class LayerMemory:
 
 def _number_of_adapters(kind: LayerKind, linear: LinearShape) -> int:
     return sum(f"{linear.name}.{section}" in kind.adapted for section, _ in linear.sections)
-
-
-def bytes_per_score(model: ModelConfig, backend: AttentionBackend, element_bytes: int) -> int:
-    """Bytes that attention keeps of each query with each key: probabilities, dropout's mask, and what that left.
-
-    The fused softmax keeps its output, in the dtype of the model; torch's one in fp32, and a copy for the product with
-    the values where these are shorter; with ALiBi or sinks there is only torch's. SDPA, and attention with dropout
-    block by block, keep nothing.
-    """
-    if backend in ("auto", "flash"):
-        return 0
-    dropout = model.attention_dropout > 0
-    if not has_fused_softmax(model, backend):
-        return 4 + (1 + element_bytes if dropout else 2 if element_bytes == 2 else 0)
-    return element_bytes + (1 + element_bytes if dropout else 0)
-
-
-def has_fused_softmax(model: ModelConfig, backend: AttentionBackend) -> bool:
-    """Whether the softmax of explicit scores is the fused one, which knows no ALiBi and no sinks."""
-    return backend == "fused_softmax" and model.position_embedding_type != "alibi" and model.softmax_type == "vanilla"

@@ -19,7 +19,6 @@ What is computed again exchanges again what its forward did (`LayerTraffic`). Pa
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.core.names import OBJECTIVE_NAMES
@@ -29,35 +28,9 @@ from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.parallel.schedules.plan import StageChunk, routes
 from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.adapter_targets import all_patterns, is_target
+from megatronish.specs.attention import AttentionSpec
 from megatronish.specs.costs import LinearShape
-from megatronish.specs.layers import AttentionSpec, LayerSpec, layer_specs
-
-
-class RingBytes(NamedTuple):
-    """Bytes that a rank sends round the ring of attention in a forward and in a backward.
-
-    `last` of the backward's are those of the last step: sums of gradients come home, and no block is computed with.
-    """
-
-    forward: int
-    backward: int
-    last: int
-
-    @classmethod
-    def of(cls, block: int, *, cp: int, width: int) -> "RingBytes":
-        """Of so many elements of keys and values on a rank. Sums of their gradients go one step further, in fp32."""
-        blocks, sums = (cp - 1) * block * width, block * 4
-        return cls(blocks, blocks + cp * sums, sums)
-
-
-def traded_heads(num_heads: int, num_kv_heads: int, *, tp: int, cp: int) -> int:
-    """Heads whose channels are traded for the sequence in a forward: queries, keys, values, and the output.
-
-    Key-value heads are repeated until the ranks of cp can share them out.
-    """
-    group, on_rank = num_heads // num_kv_heads, num_kv_heads // tp
-    copies = next(n for n in range(1, group + 1) if group % n == 0 and on_rank * n % cp == 0)
-    return 2 * num_heads + 2 * copies * num_kv_heads
+from megatronish.specs.layers import LayerSpec, layer_specs
 
 
 @dataclass
@@ -92,9 +65,7 @@ class LayerTraffic(StepTraffic):
             forwards, name = self.forwards(index), f"layers.{layer}"
             # What is computed again begins with a copy of its input that has a gradient.
             self.learns_before |= forwards > 1
-            if spec.attention.qk_norm and spec.attention.norm_across_heads:
-                self._norms_across_heads(f"{name}.attention.qkv", forwards)
-            self._cores(spec.attention, forwards + (self.config.recompute.recompute_granularity == "selective"))
+            self._attention(name, spec.attention, forwards)
             linears = spec.cost(self.config.model).linears
             for experts in [each for each in linears if each.copies > 1 and each.cut == "column"]:
                 self._experts(experts, forwards)
@@ -133,28 +104,19 @@ class LayerTraffic(StepTraffic):
             else:
                 self.add("tp", "all-reduce", low * (adapted[0] + forwards * adapted[1]))
 
-    def _norms_across_heads(self, name: str, forwards: int) -> None:
-        """A sum of squares of each token, of queries and of keys, and backward one more of each; in fp32."""
-        for section in ("q", "k"):
-            learns = self.learns_before or not self.freezes or self._is_adapted(f"{name}.{section}")
-            self.add("tp", "all-reduce", self.num_microbatches * (forwards + learns) * self.tokens * 4)
-
     def _is_adapted(self, section: str) -> bool:
         return self.freezes and is_target(section, all_patterns(self.config.adapter))
 
-    def _cores(self, attention: AttentionSpec, forwards: int) -> None:
-        layout = self.config.layout
-        if layout.cp == 1:
-            return
-        tokens = self.num_microbatches * self.tokens * attention.head_size // layout.tp
-        if self.config.parallel.cp_comm_type == "p2p":
-            ring = RingBytes.of(2 * tokens * attention.num_kv_heads, cp=layout.cp, width=self.width)
-            size = forwards * ring.forward + ring.backward
-            self.add("cp", "send", size)
-            self.add("cp", "receive", size)
-        else:
-            heads = traded_heads(attention.num_heads, attention.num_kv_heads, tp=layout.tp, cp=layout.cp)
-            self.add("cp", "all-to-all", (forwards + 1) * tokens * heads * self.width)
+    def _attention(self, name: str, attention: AttentionSpec, forwards: int) -> None:
+        layout, recompute = self.config.layout, self.config.recompute
+        sizes = {"width": self.width, "tp": layout.tp, "cp": layout.cp}
+        is_ring = self.config.parallel.cp_comm_type == "p2p"
+        for each in attention.exchanges(self.tokens, **sizes, is_ring=is_ring):
+            again = each.in_core and recompute.recompute_granularity == "selective"
+            learns = each.section is None or self.learns_before or not self.freezes
+            learns = learns or self._is_adapted(f"{name}.{each.section}")
+            size = (forwards + again) * each.forward + learns * each.backward
+            self.add(each.axis, each.collective, self.num_microbatches * size)
 
     def _experts(self, experts: LinearShape, forwards: int) -> None:
         """Rows to the experts and back, a count of them, and what ranks with parts of the same experts share."""

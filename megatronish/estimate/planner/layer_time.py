@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes
 from megatronish.estimate.costs.layer_kind_memory import LayerKind
-from megatronish.estimate.costs.traffic import RingBytes, traded_heads
 from megatronish.estimate.planner.device_speed import Efficiencies, Links, Machine, gradient_seconds, product_seconds
 from megatronish.estimate.planner.workload import Workload
+from megatronish.specs.attention import RingBytes, traded_heads
 from megatronish.specs.costs import AttentionCore, LayerCost, LinearShape
 
 BACKWARD_POINTWISE = 1.6  # bytes of the backward over those of the forward

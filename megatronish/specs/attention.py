@@ -1,0 +1,265 @@
+"""Spec of attention: its heads and windows, and what follows from them in parameters, FLOPs, memory and exchange.
+
+A new kind of attention is a spec with these methods, a module, and a line in the factory (model/gpt.py).
+
+What a layer keeps for its backward is in its cost row: with flash attention and without dropout masks, which are
+computed again, 32 s b h bytes a layer for a GPT in bf16 (Korthikanti et al. 2022, arXiv:2205.05198, section 4). A GPU
+keeps some tensors of attention more:
+
+    RoPE    queries and keys as they were before they were turned
+    SDPA    with `--attention-backend flash`, a dense mask of numbers of a window or of documents for each layer. No
+            kernel that takes a mask knows shared heads, nor does one in fp32, so that each query head gets a key/value
+            head of its own
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatronish.config.sections.model import ModelConfig, SoftmaxType
+from megatronish.config.sections.training import AttentionBackend
+from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
+
+BLOCK_BYTES = 8 * 2**20
+"""Scores of a block of attention with dropout, in fp32: two blocks at a time, and without operators eight."""
+BLOCK_QUERIES = 64
+
+
+@dataclass(frozen=True)
+class AttentionRun:
+    """How attention runs on a rank: sizes of a micro-batch, and the choices of a config that its memory depends on."""
+
+    size: ActivationBytes
+    tokens: int
+    """On this rank of cp, of all samples."""
+    seq_length: int
+    micro_batch_size: int
+    cp: int
+    is_ring: bool
+    backend: AttentionBackend
+    has_dropout: bool
+    has_rope: bool
+    has_alibi: bool
+    packs_documents: bool
+    is_selective: bool
+    """Whether attention is computed again in the backward."""
+    kernels: bool
+    """Whether fused operators run."""
+
+    @property
+    def masked_pairs(self) -> int:
+        """Queries and keys of the masks of a micro-batch: one for all samples, or one for the documents of each."""
+        return self.seq_length**2 * (self.micro_batch_size if self.packs_documents else 1)
+
+
+class Exchange(NamedTuple):
+    """Bytes of a collective that a layer does in a forward, and in a backward, of one micro-batch.
+
+    That of the core of attention is `in_core`, and done again with it. A `section` names the adapter without which a
+    backward leaves it out where nothing before it learns.
+    """
+
+    axis: str
+    collective: str
+    forward: int
+    backward: int
+    in_core: bool = True
+    section: str | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Self-attention: N query heads and K key/value heads of size H; grouped queries where K < N."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None = None
+    """Keys that a token sees at most, itself included; None: all before it."""
+    qk_norm: bool = False
+    """Each head's queries and keys are normalised."""
+    norm_across_heads: bool = False
+    """All heads are normalised at once."""
+    clip: float | None = None
+    """Bound of queries, keys and values on both sides."""
+    qkv_bias: bool = True
+    out_bias: bool = True
+    rotary: bool = True
+    """Queries and keys are turned, in a model with RoPE."""
+    softmax: SoftmaxType = "vanilla"
+
+    @property
+    def sections(self) -> dict[str, int]:
+        """Features of all queries, all keys and all values: the sections of the qkv projection."""
+        size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        return {"q": size, "k": kv_size, "v": kv_size}
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Kept besides the inputs of linear layers and norms: queries, keys and values."""
+        hidden, (queries, keys, values) = model.hidden_size, self.sections.values()
+        sections = tuple(self.sections.items())
+        qkv = LinearShape(
+            hidden, queries + keys + values, "column", self.qkv_bias, name="attention.qkv", sections=sections
+        )
+        out = LinearShape(queries, hidden, "row", self.out_bias, name="attention.out", sections=(("o", hidden),))
+        names = ("attention.q_norm", "attention.k_norm")
+        if self.norm_across_heads:
+            norms = tuple(
+                NormShape("RMSNorm", size, is_split=True, cuts_weight=True, name=name)
+                for name, size in zip(names, (queries, keys), strict=True)
+            )
+        else:
+            norms = tuple(
+                NormShape(model.normalization, self.head_size, heads, is_split=True, name=name)
+                for name, heads in zip(names, (self.num_heads, self.num_kv_heads), strict=True)
+            )
+        return LayerCost(
+            linears=(qkv, out),
+            norms=norms if self.qk_norm else (),
+            cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window),),
+            kept=Count(split=queries + keys + values),
+            vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
+            vectors_name="attention.sinks",
+        )
+
+    # Masks
+
+    def is_masked(self, run: AttentionRun) -> bool:
+        """Whether more is masked than what comes later."""
+        is_windowed = self.window is not None and self.window < run.seq_length
+        return is_windowed or run.has_alibi or run.packs_documents
+
+    def is_flex(self, run: AttentionRun) -> bool:
+        """Whether a mask needs FlexAttention, whose output is in the order of the sequence."""
+        return self.is_masked(run) and run.backend == "auto"
+
+    def is_sdpa(self, run: AttentionRun) -> bool:
+        """Attention with dropout goes block by block, and sinks are added to flash attention."""
+        is_plain = run.backend in ("auto", "flash") and not run.has_dropout and self.softmax == "vanilla"
+        return is_plain and not run.is_ring
+
+    def has_dense_mask(self, run: AttentionRun) -> bool:
+        """Whether SDPA gets a dense mask."""
+        return self.is_sdpa(run) and run.backend == "flash" and self.is_masked(run)
+
+    def repeats_heads(self, run: AttentionRun) -> bool:
+        """Whether keys and values are copied, one of each for every query head."""
+        is_fp32 = self.is_sdpa(run) and run.size.element == 4 and not self.is_flex(run)
+        return self.num_kv_heads < self.num_heads and (self.has_dense_mask(run) or is_fp32)
+
+    # Memory
+
+    def more_kept(self, run: AttentionRun) -> float:
+        """Bytes that a GPU keeps more than the cost row says."""
+        heads, kv_heads = (number * self.head_size for number in (self.num_heads, self.num_kv_heads))
+        found, turns, feature = 0.0, run.has_rope and self.rotary, run.size.feature
+        if run.cp > 1 and not run.is_ring:
+            found += feature * heads  # the output as it was computed, and as it has come back
+        else:
+            if turns:
+                found += feature * (heads + kv_heads)
+            copies = run.micro_batch_size > 1 and not run.has_dropout
+            if run.cp == 1 and copies and not self.is_flex(run):
+                found += feature * heads  # in the order of the heads, and in that of the sequence
+        if run.is_selective:
+            return found
+        if self.has_dense_mask(run) and not run.has_alibi:
+            found += run.size.element * run.masked_pairs
+        if self.repeats_heads(run):
+            found += feature * 2 * heads
+            if turns and run.cp == 1:  # nothing else keeps the turned keys, nor what was turned
+                found -= feature * (heads + 3 * kv_heads)
+        return found
+
+    def transients(self, run: AttentionRun) -> float:
+        """Bytes that the backward needs besides what was kept."""
+        size, heads = run.size, self.num_heads * self.head_size
+        sizes = heads + 2 * self.num_kv_heads * self.head_size
+        found = size.residual + size.feature * (sizes + heads)
+        if run.backend in ("fused_softmax", "unfused"):
+            return found + self._explicit_transients(run)
+        if not run.is_ring and not run.has_dropout:  # with gradients of copied keys and values
+            return found + (size.feature * 2 * heads if self.repeats_heads(run) else 0)
+        unit = run.tokens / size.tp
+        found += unit * 4 * (sizes + (3 * (sizes - heads) if run.is_ring else 0))
+        if run.has_dropout:
+            row = 4 * run.micro_batch_size * run.seq_length * self.num_heads // size.tp
+            block = min(BLOCK_BYTES, BLOCK_QUERIES * row)
+            if run.is_ring:  # tiles of half of what a rank has
+                block = row * run.seq_length // (2 * run.cp) ** 2
+            found += block * (3 if run.kernels else 8)
+        return found
+
+    def _explicit_transients(self, run: AttentionRun) -> float:
+        """Scores in the backward of explicit attention, and the probabilities that selective recomputation restores."""
+        width = run.size.element
+        # Gradients of probabilities and of scores. What the product with the values has kept is gone by then: with
+        # dropout the dropped probabilities, else those in half precision where the softmax is in fp32.
+        if self.has_fused_softmax(run):
+            more = width if run.has_dropout else 2 * width
+        else:
+            more = 6 if width == 2 else 4 if run.has_dropout else 8
+        if run.is_selective:
+            more += self.bytes_per_score(run)
+        return more * run.tokens * run.seq_length * self.num_heads / run.size.tp
+
+    def has_fused_softmax(self, run: AttentionRun) -> bool:
+        """Whether the softmax of explicit scores is the fused one, which knows no ALiBi and no sinks."""
+        return run.backend == "fused_softmax" and not run.has_alibi and self.softmax == "vanilla"
+
+    def bytes_per_score(self, run: AttentionRun) -> int:
+        """Bytes that attention keeps of each query with each key: probabilities, dropout's mask, and what that left.
+
+        The fused softmax keeps its output, in the dtype of the model; torch's one in fp32, and a copy for the product
+        with the values where these are shorter; with ALiBi or sinks there is only torch's. SDPA, and attention with
+        dropout block by block, keep nothing.
+        """
+        width = run.size.element
+        if run.backend in ("auto", "flash"):
+            return 0
+        if not self.has_fused_softmax(run):
+            return 4 + (1 + width if run.has_dropout else 2 if width == 2 else 0)
+        return width + (1 + width if run.has_dropout else 0)
+
+    # Exchange
+
+    def exchanges(self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool) -> list[Exchange]:
+        """What a rank exchanges inside of attention, for so many tokens with elements of `width` bytes."""
+        found = []
+        if self.qk_norm and self.norm_across_heads:  # a sum of squares of each token, in fp32
+            sums = [Exchange("tp", "all-reduce", tokens * 4, tokens * 4, False, f"attention.qkv.{n}") for n in "qk"]
+            found += sums
+        if cp == 1:
+            return found
+        unit = tokens * self.head_size // tp
+        if is_ring:
+            ring = RingBytes.of(2 * unit * self.num_kv_heads, cp=cp, width=width)
+            return [*found, *(Exchange("cp", each, ring.forward, ring.backward) for each in ("send", "receive"))]
+        traded = unit * traded_heads(self.num_heads, self.num_kv_heads, tp=tp, cp=cp) * width
+        return [*found, Exchange("cp", "all-to-all", traded, traded)]
+
+
+class RingBytes(NamedTuple):
+    """Bytes that a rank sends round the ring of attention in a forward and in a backward.
+
+    `last` of the backward's are those of the last step: sums of gradients come home, and no block is computed with.
+    """
+
+    forward: int
+    backward: int
+    last: int
+
+    @classmethod
+    def of(cls, block: int, *, cp: int, width: int) -> "RingBytes":
+        """Of so many elements of keys and values on a rank. Sums of their gradients go one step further, in fp32."""
+        blocks, sums = (cp - 1) * block * width, block * 4
+        return cls(blocks, blocks + cp * sums, sums)
+
+
+def traded_heads(num_heads: int, num_kv_heads: int, *, tp: int, cp: int) -> int:
+    """Heads whose channels are traded for the sequence in a forward: queries, keys, values, and the output.
+
+    Key-value heads are repeated until the ranks of cp can share them out.
+    """
+    group, on_rank = num_heads // num_kv_heads, num_kv_heads // tp
+    copies = next(n for n in range(1, group + 1) if group % n == 0 and on_rank * n % cp == 0)
+    return 2 * num_heads + 2 * copies * num_kv_heads
