@@ -32,10 +32,10 @@ from megatronish.estimate.planner.devices import Device, find_device, network_gb
 from megatronish.estimate.planner.estimators import Cluster, deepspeed_report, largest_module
 from megatronish.estimate.planner.exact import Planned, plan_of, refusal
 from megatronish.estimate.planner.named_layout import read_layout
-from megatronish.estimate.planner.report import explanation, short_report
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.workload import Workload
 from megatronish.formats.start import read_start
+from megatronish.report.plan import explanation, short_report
 
 
 @dataclass(frozen=True)

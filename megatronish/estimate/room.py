@@ -27,7 +27,7 @@ from megatronish.launch.place import place_from_environment
 from megatronish.ops.library import load_kernels
 from megatronish.parallel.all_or_none import all_or_none, from_all
 from megatronish.parallel.mesh import Mesh
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.pipeline.stages import stage_loads
 from megatronish.specs.costs import DeviceType
 
 MARGIN = 1.1
@@ -153,9 +153,7 @@ def _claims(config: Config, everyone: Sequence[RankRoom], expected: Sequence[Mem
 
 
 def _expected(config: Config, vocab_size: int, device: DeviceType) -> list[Memory]:
-    training = config.training
-    stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
-    loads = stages.loads(config.global_batch_size // (training.micro_batch_size * config.layout.dp))
+    loads = stage_loads(config, vocab_size)
     return expected_memory(config, loads, vocab_size=vocab_size, device=device, kernels=load_kernels() is None)
 
 

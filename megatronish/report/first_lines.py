@@ -14,9 +14,9 @@ from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.costs.memory import bytes_of_uneven_load, expected_memory
 from megatronish.estimate.costs.memory_table import format_bytes, memory_table
 from megatronish.estimate.costs.parameters import (
-    adapter_table,
     num_active_parameters,
     num_parameters,
+    parameters_of_adapter,
     parameters_of_stage,
 )
 from megatronish.estimate.room import note_on_room
@@ -28,6 +28,7 @@ from megatronish.ops.library import load_kernels
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.parallel.pipeline.stages import Stages
+from megatronish.specs.adapter_targets import adapted_sections
 from megatronish.specs.costs import DeviceType
 from megatronish.specs.layers import layer_specs
 from megatronish.tokenizer.tokenizer import build_tokenizer
@@ -111,7 +112,7 @@ def _adapters(config: Config, vocab_size: int) -> list[str]:
     if not config.adapter.is_used:
         return []
     number = num_parameters(config.model, vocab_size=vocab_size, seq_length=config.training.seq_length)
-    table = adapter_table(config.model, config.adapter, num_parameters=number)
+    table = adapter_table(config, num_parameters=number)
     base = config.checkpoint.load_hf or config.checkpoint.load
     return [f"{config.adapter.adapter_type} of the frozen model {base}:", table]
 
@@ -194,3 +195,17 @@ def _stages(config: Config, stages: Stages, vocab_size: int) -> str:
         layers = " + ".join(str(len(chunk)) for chunk in load.layers)
         counts.append(f"stage {stage}: {layers} layers, {held.total:,}")
     return ", ".join(counts)
+
+
+def adapter_table(config: Config, *, num_parameters: int) -> str:
+    """What has an adapter, a row for each section, and how many parameters learn of how many."""
+    counts: dict[str, tuple[int, int]] = {}
+    for section in adapted_sections(config.model, config.adapter):
+        kind = f"{section.section} of {section.copies} experts" if section.copies > 1 else section.section
+        number, learned = counts.get(kind, (0, 0))
+        counts[kind] = number + 1, learned + parameters_of_adapter(section, config.adapter).total
+    total = sum(learned for _, learned in counts.values())
+    rows = [f"  {kind:<20}{number:>8}{learned:>16,}" for kind, (number, learned) in counts.items()]
+    head = f"  {'adapters of':<20}{'layers':>8}{'parameters':>16}"
+    share = 100 * total / (num_parameters + total)
+    return "\n".join([head, *rows, f"  {total:,} parameters learn, {share:.3g} % of {num_parameters + total:,}"])

@@ -37,7 +37,7 @@ from megatronish.core.foreign import MOST_VALUES, parse_json, parse_toml, parse_
 from megatronish.estimate.planner.calibrate import calibrated
 from megatronish.estimate.planner.calibrate import to_toml as device_toml
 from megatronish.estimate.planner.devices import find_device, read_device
-from megatronish.estimate.planner.forecast import page
+from megatronish.report.forecast_page import page
 
 yaml = pytest.importorskip("yaml")
 

@@ -11,8 +11,9 @@ from jobs import tiny, train_on_ranks
 from megatronish.commands.configuration import read_config
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.memory import expected_memory
-from megatronish.estimate.planner.forecast import forecast, page
+from megatronish.estimate.planner.forecast import forecast
 from megatronish.parallel.pipeline.stages import Stages
+from megatronish.report.forecast_page import page
 
 VOCABULARY = 101
 

@@ -12,9 +12,9 @@ from megatronish.estimate.costs.candidate import config_of
 from megatronish.estimate.planner.devices import find_device
 from megatronish.estimate.planner.exact import exact_step
 from megatronish.estimate.planner.named_layout import read_layout
-from megatronish.estimate.planner.report import mfu
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.workload import Workload
+from megatronish.report.plan import mfu
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "

@@ -12,7 +12,6 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.specs.adapter_targets import (
     LinearSection,
-    adapted_sections,
     all_patterns,
     is_target,
     linear_sections,
@@ -83,20 +82,6 @@ def adapter_parameters(model: ModelConfig, layers: Sequence[int], config: Adapte
     specs, patterns = layer_specs(model), all_patterns(config)
     sections = (each for layer in layers for each in sections_of_layer(model, layer, specs[layer]))
     return sum_counts(parameters_of_adapter(each, config) for each in sections if is_target(each.name, patterns))
-
-
-def adapter_table(model: ModelConfig, config: AdapterConfig, *, num_parameters: int) -> str:
-    """What has an adapter, a row for each section, and how many parameters learn of how many."""
-    counts: dict[str, tuple[int, int]] = {}
-    for section in adapted_sections(model, config):
-        kind = f"{section.section} of {section.copies} experts" if section.copies > 1 else section.section
-        number, learned = counts.get(kind, (0, 0))
-        counts[kind] = number + 1, learned + parameters_of_adapter(section, config).total
-    total = sum(learned for _, learned in counts.values())
-    rows = [f"  {kind:<20}{number:>8}{learned:>16,}" for kind, (number, learned) in counts.items()]
-    head = f"  {'adapters of':<20}{'layers':>8}{'parameters':>16}"
-    share = 100 * total / (num_parameters + total)
-    return "\n".join([head, *rows, f"  {total:,} parameters learn, {share:.3g} % of {num_parameters + total:,}"])
 
 
 BLOCK, BLOCKS_PER_SCALE, CODES = 64, 256, 32

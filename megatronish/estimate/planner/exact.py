@@ -7,13 +7,12 @@ from megatronish.estimate.costs.candidate import Candidate, candidate_of, compla
 from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.costs.memory_table import Memory
 from megatronish.estimate.planner.layer_time import NOTHING, Passes
-from megatronish.estimate.planner.pipeline_time import PipelineSeconds
+from megatronish.estimate.planner.pipeline_time import PipelineSeconds, Waits, waits
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
 from megatronish.estimate.planner.workload import StageLayers, counted
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.pipeline.stages import Stages, stage_loads
 from megatronish.parallel.schedules.plan import Action, StageChunk
-from megatronish.parallel.schedules.simulate import Costs, simulate
 from megatronish.specs.costs import DeviceType
 
 MOST_ACTIONS = 12_000
@@ -68,10 +67,8 @@ def refusal(search: Search, planned: Planned) -> str | None:
 
 def fullest_stage(config: Config, vocab_size: int, device: DeviceType = "cuda", *, kernels: bool = True) -> StageMemory:
     """Expected memory of the stage that needs most: on a GPU at its peak, with fused operators or without."""
-    training, layout = config.training, config.layout
-    stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
     model, candidate = MemoryModel.alone(config, vocab_size, device, kernels=kernels), candidate_of(config)
-    loads = stages.loads(config.global_batch_size // (training.micro_batch_size * layout.dp))
+    loads = stage_loads(config, vocab_size)
     expected = [model.peak(candidate, model.stage(load), load.plan) for load in loads]
     number = max(range(len(expected)), key=lambda stage: expected[stage].total)
     of_one = model.of_one_micro_batch(candidate, model.stage(loads[number]))
@@ -108,20 +105,17 @@ def _simulated(clock: StepClock, candidate: Candidate, config: Config, closed: P
             return passes.weight.total
         return passes.backward.total + (0.0 if splits else passes.weight.total)
 
-    def waits(number: int) -> tuple[float, float]:
-        """Bubble, and what transfers add, of so many micro-batches."""
+    def of(number: int) -> Waits:
+        """Of so many micro-batches."""
         plan = stages.schedule.plan(num_stages=stages.num_stages, num_microbatches=number, num_chunks=stages.num_chunks)
-        spans = [
-            simulate(plan, costs=Costs(transfer=hop), placement=stages.placement, durations=duration).makespan
-            for hop in (0.0, clock.hop(candidate))
-        ]
-        return max(0.0, spans[0] - closed.compute / m * number), max(0.0, spans[1] - spans[0])
+        compute = closed.compute / m * number
+        return waits(plan, stages.placement, duration, hop=clock.hop(candidate), compute=compute)
 
     m = candidate.num_microbatches(work.global_batch)
     few = _few(m, stages.num_stages, stages.num_chunks * (3 if splits else 2))
-    bubble, transfers = waits(few)
+    bubble, transfers = of(few)
     if few < m:  # in the steady state each further round of micro-batches costs transfers, too
-        _, before = waits(few - stages.num_stages)
+        before = of(few - stages.num_stages).transfers
         transfers += (m - few) / stages.num_stages * max(0.0, transfers - before)
     return PipelineSeconds(closed.compute, bubble, transfers)
 

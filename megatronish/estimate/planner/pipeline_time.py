@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatronish.parallel.schedules.plan import Action
-from megatronish.parallel.schedules.simulate import Costs, simulate
+from megatronish.parallel.schedules.plan import Action, Placement, Plan
+from megatronish.parallel.schedules.simulate import Costs, Durations, simulate
 from megatronish.parallel.schedules.table import SCHEDULES
 
 
@@ -145,8 +145,13 @@ def _simulated(schedule: str, stages: int, chunks: int, m: int, parts: tuple[int
 
     plan = plug_in.plan(num_stages=stages, num_microbatches=m, num_chunks=chunks)
     placement = plug_in.place(num_stages=stages, num_chunks=chunks)
-    spans = [
+    return waits(plan, placement, duration, hop=float(hop), compute=float(m * sum(parts[:3])))
+
+
+def waits(plan: Plan, placement: Placement, duration: Durations, *, hop: float, compute: float) -> Waits:
+    """Waits of a plan by the simulator: what it takes more than to `compute`, and what transfers of `hop` add."""
+    alone, together = (
         simulate(plan, costs=Costs(transfer=each), placement=placement, durations=duration).makespan
-        for each in (0.0, float(hop))
-    ]
-    return Waits(max(0.0, spans[0] - m * sum(parts[:3])), max(0.0, spans[1] - spans[0]))
+        for each in (0.0, hop)
+    )
+    return Waits(max(0.0, alone - compute), max(0.0, together - alone))

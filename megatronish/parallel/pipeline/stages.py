@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from megatronish.config.config import Config
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.estimate.costs.flops import layer_flops, logits_flops
@@ -88,6 +89,13 @@ class Stages:
             is_last=any(map(self.is_last, places)),
             plan=StagePlan(self.schedule.name, self.num_stages, self.num_chunks, num_microbatches, stage),
         )
+
+
+def stage_loads(config: Config, vocab_size: int) -> list[StageLoad]:
+    """The load of every stage in a step of a config."""
+    training = config.training
+    stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
+    return stages.loads(config.global_batch_size // (training.micro_batch_size * config.layout.dp))
 
 
 @cache

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from megatronish.estimate.costs.memory_table import format_bytes
 from megatronish.estimate.costs.step_traffic import SCALAR, TrafficKey
 from megatronish.estimate.costs.traffic import by_axis
-from megatronish.estimate.planner.forecast import page
+from megatronish.report.forecast_page import page
 from megatronish.train.hooks.log import peak_memory_bytes
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
