@@ -21,8 +21,15 @@ from megatronish.config.sections.run import LogConfig
 from megatronish.launch.place import Place
 from megatronish.parallel.comm import start_all_gather
 from megatronish.report.plot import read_lines
-from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
-from megatronish.train.hooks.profiler import MeetStages, NsightWindow, OperatorProfile, StepWindow, step_profiler
+from megatronish.train.hooks.profiler import (
+    MeetStages,
+    MemoryHistory,
+    NsightWindow,
+    OperatorProfile,
+    StepWindow,
+    snapshot_path,
+    step_profiler,
+)
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 from megatronish.watch.record import RankRecord
 

@@ -16,11 +16,10 @@ from megatronish.core.errors import RunError
 from megatronish.estimate import room
 from megatronish.train import run, setup
 from megatronish.train.hooks import of_run, replicas
-from megatronish.train.hooks.experts import LogExperts
 from megatronish.train.hooks.forecast import Forecast
 from megatronish.train.hooks.goodput import Goodput
 from megatronish.train.hooks.health import Health
-from megatronish.train.hooks.log import Log, ProgressBar
+from megatronish.train.hooks.log import Log, LogExperts, ProgressBar
 from megatronish.train.hooks.profiler import OperatorProfile
 from megatronish.train.hooks.stragglers import Stragglers
 

@@ -15,15 +15,13 @@ from megatronish.report.metrics import Console
 from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.hooks.evaluate import Evaluate
-from megatronish.train.hooks.experts import LogExperts
 from megatronish.train.hooks.forecast import Forecast
 from megatronish.train.hooks.goodput import Goodput
 from megatronish.train.hooks.health import Health
-from megatronish.train.hooks.log import Log, ProgressBar
-from megatronish.train.hooks.memory import MemoryHistory, snapshot_path
+from megatronish.train.hooks.log import Log, LogExperts, ProgressBar
 from megatronish.train.hooks.nearby import CopyNearby
 from megatronish.train.hooks.profile import ProfileSchedule
-from megatronish.train.hooks.profiler import MeetStages, step_profiler
+from megatronish.train.hooks.profiler import MeetStages, MemoryHistory, snapshot_path, step_profiler
 from megatronish.train.hooks.replicas import CheckReplicas
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
