@@ -28,8 +28,8 @@ from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.engine.engine import Engine
 from megatronish.engine.forward import PairPreparation, Scorer, run_chunk
 from megatronish.engine.results import UpdateRule
-from megatronish.layers.linear import add_in_place, split_backward
-from megatronish.layers.weight_gradients import WeightGradients
+from megatronish.layers.linear import split_backward
+from megatronish.layers.weight_gradients import WeightGradients, add_in_place
 from megatronish.model.adapters import DEFAULT, add_adapters, is_adapter
 from megatronish.model.batch import MicroBatch
 from megatronish.model.compiled import compile_layers, why_not_compiled

@@ -1,4 +1,4 @@
-"""Linear layers cut over tensor-parallel ranks: column-parallel, row-parallel, and the output layer.
+"""Linear layers cut over tensor-parallel ranks: column-parallel and row-parallel.
 
 The two make a pair (Shoeybi et al. 2019, arXiv:1909.08053). The weight of the first is cut by columns of its output, so
 each rank computes some of the features. The weight of the second is cut by rows of its input, so each rank computes a
@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish.layers.product import DENSE, Product
-from megatronish.layers.vocabulary import VocabParallelEmbedding
-from megatronish.layers.weight_gradients import SumOf, WeightGradients
+from megatronish.layers.weight_gradients import AddsInPlace, SumOf, WeightGradients
 from megatronish.ops.grouped_mm import Groups
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, TensorParallel
@@ -109,12 +108,11 @@ def select_adapter(model: nn.Module, name: str | None) -> None:
 ALONE = TensorParallel(Axis("alone"))
 
 
-class LinearLayer(Adaptable):
+class LinearLayer(Adaptable, AddsInPlace):
     """Layer that multiplies by one weight: base of column-parallel, row-parallel and output layers."""
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None = None
-    sum_of: SumOf | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,13 +236,6 @@ def split_backward(model: nn.Module, weight_gradients: WeightGradients | None) -
             layer.weight_gradients = weight_gradients
 
 
-def add_in_place(model: nn.Module, sum_of: SumOf) -> None:
-    """From now on the model's linear layers and token embedding add their weight gradients to the sums themselves."""
-    for layer in model.modules():
-        if isinstance(layer, LinearLayer | VocabParallelEmbedding):
-            layer.sum_of = sum_of
-
-
 def deferrable_weights(model: nn.Module) -> set[nn.Parameter]:
     """Weights of the model's linear layers: once the backward is split their gradients arrive in W actions."""
     return {layer.weight for layer in model.modules() if isinstance(layer, LinearLayer)}
@@ -327,49 +318,3 @@ class _Linear(torch.autograd.Function):
         if learns and not at_once:
             ctx.weight_gradients.defer(ctx.parameter, dy, x, axis=tp.sequence_axis, product=product)
         return reducing.wait(), dweight, dbias, None, None, None, None
-
-
-class OutputLayer(ColumnParallelLinear):
-    """Output layer with a weight of its own, [S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp].
-
-    Padding of the vocabulary is not part of the weight's global tensor.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        padded_vocab_size: int,
-        *,
-        tp: TensorParallel,
-        init_std: float,
-    ) -> None:
-        super().__init__(hidden_size, padded_vocab_size, tp=tp, bias=False, init_std=init_std)
-        self.vocab_size = vocab_size
-
-    def shardings(self) -> dict[str, Sharding]:
-        """Rows are cut over tp, like the embedding's."""
-        shape = (self.vocab_size, self.in_features)
-        return {"weight": Sharding(shape, (Cut(0, "tp", self.sections),), role="head", init=Init(self.init_std))}
-
-
-class TiedOutputLayer(LinearLayer):
-    """Output layer that multiplies by the token embedding (Press & Wolf 2017, arXiv:1608.05859).
-
-    [S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp]. It owns no parameter.
-    """
-
-    def __init__(self, embedding: VocabParallelEmbedding) -> None:
-        super().__init__()
-        # A module inside a tuple is not a submodule: the weight has one name, the embedding's. It is looked up at each
-        # use, for wrappers replace parameters.
-        self._embedding = (embedding,)
-
-    @property
-    def weight(self) -> nn.Parameter:  # type: ignore[override]  # read alone: the embedding owns it
-        """The embedding's table, [V/tp, D]."""
-        return self._embedding[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
-        return self.multiply(x, None, tp=self._embedding[0].tp)

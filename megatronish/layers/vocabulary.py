@@ -1,4 +1,4 @@
-"""Layers cut by the vocabulary over tensor-parallel ranks: token embedding and cross-entropy; and learned positions."""
+"""Layers cut by the vocabulary over tp: token embedding, output layer, cross-entropy; and learned positions."""
 
 from typing import Any, NamedTuple
 
@@ -7,21 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatronish.layers.weight_gradients import SumOf
+from megatronish.layers.linear import ColumnParallelLinear, LinearLayer
+from megatronish.layers.weight_gradients import AddsInPlace, SumOf
 from megatronish.ops.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.parallel.sharding import Cut, Init, Sharding
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(AddsInPlace):
     """Token embedding, [B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
 
     Each rank holds padded_vocab_size / tp rows of the table. `tied`: the output layer multiplies by the same table.
     With `sum_of` the backward adds to the sum of gradients itself.
     """
-
-    sum_of: SumOf | None = None
 
     def __init__(
         self,
@@ -70,6 +69,52 @@ class VocabParallelEmbedding(nn.Module):
         if self.sum_of is None or self.weight.is_cuda or not self.weight.requires_grad:
             return F.embedding(tokens, self.weight)
         return _Rows.apply(tokens, self.weight, self.sum_of)
+
+
+class OutputLayer(ColumnParallelLinear):
+    """Output layer with a weight of its own, [S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp].
+
+    Padding of the vocabulary is not part of the weight's global tensor.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        padded_vocab_size: int,
+        *,
+        tp: TensorParallel,
+        init_std: float,
+    ) -> None:
+        super().__init__(hidden_size, padded_vocab_size, tp=tp, bias=False, init_std=init_std)
+        self.vocab_size = vocab_size
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Rows are cut over tp, like the embedding's."""
+        shape = (self.vocab_size, self.in_features)
+        return {"weight": Sharding(shape, (Cut(0, "tp", self.sections),), role="head", init=Init(self.init_std))}
+
+
+class TiedOutputLayer(LinearLayer):
+    """Output layer that multiplies by the token embedding (Press & Wolf 2017, arXiv:1608.05859).
+
+    [S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp]. It owns no parameter.
+    """
+
+    def __init__(self, embedding: VocabParallelEmbedding) -> None:
+        super().__init__()
+        # A module inside a tuple is not a submodule: the weight has one name, the embedding's. It is looked up at each
+        # use, for wrappers replace parameters.
+        self._embedding = (embedding,)
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]  # read alone: the embedding owns it
+        """The embedding's table, [V/tp, D]."""
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
+        return self.multiply(x, None, tp=self._embedding[0].tp)
 
 
 class _Rows(torch.autograd.Function):

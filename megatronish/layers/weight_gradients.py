@@ -28,6 +28,19 @@ SumOf = Callable[[nn.Parameter], Tensor]
 """Where the gradient of a parameter adds up over the micro-batches of a step, fp32: it gives the memory for it, too."""
 
 
+class AddsInPlace(nn.Module):
+    """Layer whose backward adds the gradient of its weight to the sum itself, where it is given `sum_of`."""
+
+    sum_of: SumOf | None = None
+
+
+def add_in_place(model: nn.Module, sum_of: SumOf) -> None:
+    """From now on the model's linear layers and token embedding add their weight gradients to the sums themselves."""
+    for layer in model.modules():
+        if isinstance(layer, AddsInPlace):
+            layer.sum_of = sum_of
+
+
 class DeferredProduct(NamedTuple):
     """Operands of a weight gradient dy^T x that is not computed yet: x is gathered over `axis` along the sequence."""
 

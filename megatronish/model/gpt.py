@@ -20,10 +20,16 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.layers.dropout import Dropout
-from megatronish.layers.linear import OutputLayer, TiedOutputLayer, deferrable_weights
+from megatronish.layers.linear import deferrable_weights
 from megatronish.layers.norm import Norm
 from megatronish.layers.router import Balance, Router
-from megatronish.layers.vocabulary import PositionEmbedding, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from megatronish.layers.vocabulary import (
+    OutputLayer,
+    PositionEmbedding,
+    TiedOutputLayer,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
 from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.batch import MicroBatch
 from megatronish.model.context import CausalMasks, Context, make_context

@@ -24,10 +24,11 @@ from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.remote import RemotePath
 from megatronish.checkpoint.replicated import local
 from megatronish.checkpoint.replicated.copies import FoundCopy, _moved, _remove, planned
-from megatronish.checkpoint.replicated.folders import LONG, OWNER, bytes_within_limits, id_of, own, remove_folder
+from megatronish.checkpoint.replicated.folders import LONG, OWNER, claim_folder, id_of, remove_folder
 from megatronish.checkpoint.replicated.local import Hosts
 from megatronish.checkpoint.replicated.write import Transfer
 from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.core.control_groups import bytes_within_limits
 from megatronish.core.errors import RunError, UserError
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Axis, Mesh
@@ -239,7 +240,7 @@ def test_folders_that_no_run_needs_are_removed(tmp_path: Path) -> None:
         (saves / run).mkdir(parents=True)
         folder = parent / id_of(saves / run)
         (folder / "step_00000002").mkdir(parents=True)
-        own(folder, saves / run if save is None else save).close()
+        claim_folder(folder, saves / run if save is None else save).close()
         for path in (*folder.iterdir(), folder):
             os.utime(path, (time.time() - 86400 * days,) * 2)
         return folder
@@ -248,7 +249,7 @@ def test_folders_that_no_run_needs_are_removed(tmp_path: Path) -> None:
     kept = [left_by("killed", days=old), left_by("elsewhere", save=Path("/nowhere/run"))]
     kept.append(left_by("store", save=RemotePath("s3://bucket/run")))
     living = left_by("living", days=old)
-    with own(living, saves / "living"):
+    with claim_folder(living, saves / "living"):
         (saves / "living" / ".copies").unlink()
         gone = [left_by("ended", days=2), left_by("anew", days=2), left_by("gone", days=old), left_by("left", days=old)]
         (saves / "ended" / ".copies").unlink()
@@ -276,7 +277,7 @@ def test_copies_of_a_run_that_may_have_moved_stay_for_a_day(
     folder = parent / id_of(save)
     (folder / "step_00000002").mkdir(parents=True)
     (folder / "step_00000002" / "__0_0.distcp").write_bytes(bytes(90))
-    own(folder, save).close()
+    claim_folder(folder, save).close()
     save.rename(tmp_path / "moved")
     save.mkdir()
     if there_now == "another run":
@@ -461,7 +462,7 @@ def test_copies_lie_in_memory_unless_they_are_elsewhere_or_it_is_full(
     assert chosen(None, "small", needed=100).parents[1] == memory
     folder = chosen(None, "large", needed=102)
     assert folder.parents[1] == disk
-    own(folder, tmp_path).close()
+    claim_folder(folder, tmp_path).close()
     free[memory] = 1000
     assert chosen(None, "large", needed=102) == folder  # where it is already
     (memory / folder.parent.name / "large" / "step_00000002").mkdir(parents=True)

@@ -13,14 +13,12 @@ from megatronish.launch.place import Place
 from megatronish.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
-    TiedOutputLayer,
-    add_in_place,
     deferrable_weights,
     split_backward,
 )
 from megatronish.layers.product import Product
-from megatronish.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from megatronish.layers.weight_gradients import WeightGradients
+from megatronish.layers.vocabulary import TiedOutputLayer, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from megatronish.layers.weight_gradients import WeightGradients, add_in_place
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.data_parallel.gradients import GradientBuckets, Source, plan_buckets

@@ -21,7 +21,7 @@ from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
 from megatronish.checkpoint.folder import read_state, steps_in, taken_at
 from megatronish.checkpoint.load import open_checked
 from megatronish.checkpoint.remote import Location
-from megatronish.checkpoint.replicated.folders import ID, id_of, own, remove_folder
+from megatronish.checkpoint.replicated.folders import ID, claim_folder, id_of, remove_folder
 from megatronish.checkpoint.replicated.local import Hosts, choose_folder
 from megatronish.checkpoint.replicated.write import (
     SMALL,
@@ -243,7 +243,7 @@ class NearbyCopies:
         folder, hosts = choose_folder(local_save, run, written=written, axis=axis)
         nearby = Nearby(folder, hosts, axis)
         all_or_none(axis, partial(remove_partial, folder) if hosts.is_first else lambda: None)
-        lock = all_or_none(axis, partial(own, folder, save_place) if hosts.is_first else lambda: None)
+        lock = all_or_none(axis, partial(claim_folder, folder, save_place) if hosts.is_first else lambda: None)
         return cls(nearby, save_place, lock)
 
     def fetch_newest(

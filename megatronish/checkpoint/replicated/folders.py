@@ -12,16 +12,14 @@ below the size of its /dev/shm, and beyond it the system ends a process instead 
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from megatronish.checkpoint.remote import Location, RemotePath
 from megatronish.core.files import private_folder, write_durably
@@ -108,7 +106,7 @@ LONG = 7 * DAY
 """Seconds after which a folder is an orphan whose run cannot be asked for."""
 
 
-def own(folder: Path, save_place: Location) -> BinaryIO:
+def claim_folder(folder: Path, save_place: Location) -> BinaryIO:
     """Say in a folder of copies whose it is, and lock it until the file that is returned is closed."""
     place = os.path.realpath(save_place) if isinstance(save_place, Path) else str(save_place)
     path = folder / OWNER
@@ -161,47 +159,3 @@ def _is_orphan(folder: Path, moved_for: float) -> bool:
                 limit = moved_for
     changed = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
     return time.time() - max(changed) >= limit
-
-
-GROUPS = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
-
-
-class _Files(NamedTuple):
-    limit: str
-    usage: str
-    reclaimable: str  # in memory.stat: pages of files, which the system drops when it needs memory
-
-
-VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
-
-
-def bytes_within_limits(groups: Path = GROUPS, of_process: Path = OWN) -> float:
-    """Bytes that this process may take before the first limit of its groups; infinity without one."""
-    rooms = [math.inf]
-    for group, files in _groups(groups, of_process):
-        with suppress(OSError, ValueError):  # "max" is no number, and the root has no files
-            limit, usage = (int((group / name).read_text()) for name in (files.limit, files.usage))
-            words = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-            rooms.append(limit - usage + sum(int(value) for name, value in words if name == files.reclaimable))
-    return max(min(rooms), 0)
-
-
-def _groups(groups: Path, of_process: Path) -> Iterator[tuple[Path, _Files]]:
-    """The folders of this process's groups and of those around them. In a container the root is its own group."""
-    try:
-        lines = of_process.read_text().splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, name = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, files = (groups / "memory", VERSION_1) if controllers else (groups, VERSION_2)
-        group = root / name.lstrip("/")
-        while group != root:
-            yield group, files
-            group = group.parent
-        yield root, files

@@ -27,13 +27,13 @@ from tqdm import tqdm
 from megatronish.checkpoint.folder import steps_in
 from megatronish.checkpoint.replicated.folders import (
     OWNER,
-    bytes_within_limits,
     folder_of_user,
     make_folder,
     orphans_in,
     remove_folder,
     remove_orphans,
 )
+from megatronish.core.control_groups import bytes_within_limits
 from megatronish.core.errors import UserError
 from megatronish.parallel.all_or_none import from_all, from_one
 from megatronish.parallel.mesh import Axis

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatronish import __version__
-from megatronish.checkpoint.replicated.folders import bytes_within_limits
+from megatronish.core.control_groups import bytes_within_limits
 from megatronish.estimate.costs.memory_table import format_bytes
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
