@@ -71,7 +71,7 @@ def _lines(path: Path, file: OpenInput) -> Iterator[Batch]:
         lines = bytes(begun + head).split(b"\n")
         yield Batch(str(path), line, lines, file.raw.tell() - position)
         line, position, begun = line + len(lines), file.raw.tell(), bytearray(rest)
-    if begun:
+    if begun or file.raw.tell() > position:  # also of blank lines alone: what was read counts as done
         yield Batch(str(path), line, [bytes(begun)], file.raw.tell() - position)
 
 
@@ -157,7 +157,7 @@ def _elements(path: Path, file: OpenInput) -> Iterator[Batch]:
     array.skip()
     if array.mark():
         raise UserError(f"--input {path} continues after its JSON array; write one object a line, or one array a file")
-    if lines:
+    if lines or file.raw.tell() > position:
         yield Batch(str(path), array.taken - len(lines) + 1, lines, file.raw.tell() - position)
 
 

@@ -77,6 +77,8 @@ def apart(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
 
 def _be_child(call: Callable[[], object], writer: int) -> None:
     try:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # handlers of this process are not for a copy
+            signal.signal(signum, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nothing, descriptor)

@@ -168,6 +168,12 @@ def test_blank_lines_take_no_time_of_their_own(tmp_path: Path) -> None:
     assert last.first_line + len(last.lines) == 3_000_002 + len(TEXTS)
 
 
+@pytest.mark.parametrize("content", [b'{"text": "a"}\n' + b"\n" * 5_000_000, b'[{"text": "a"}]' + b" \n" * 9, b"\n\n"])
+def test_all_of_a_file_that_ends_in_blanks_counts_as_read(tmp_path: Path, content: bytes) -> None:
+    (path := tmp_path / "x").write_bytes(content)
+    assert sum(batch.num_bytes for batch in read_batches(path, ["text"])) == len(content)
+
+
 def test_a_row_without_text_is_left_to_be_counted(tmp_path: Path) -> None:
     arrow, tables = parquet()
     tables.write_table(arrow.table({"text": ["a", None]}), tmp_path / "x.parquet")

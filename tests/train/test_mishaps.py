@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -189,7 +190,7 @@ def test_the_first_file_beyond_a_limit_of_sizes_is_named_with_the_limit(tmp_path
     assert ended.status == 1
     assert ended.errors.endswith(
         f"{run}/config.toml: File too large; raise the limit on the size of a file (ulimit -f unlimited), and start "
-        "again: a run continues from its newest checkpoint\n"
+        "again; training goes on from its newest checkpoint\n"
     )
     assert not list(run.glob("config.*"))
 
@@ -246,6 +247,18 @@ def test_a_call_in_a_process_of_its_own_is_given_up() -> None:
     with pytest.raises(ZeroDivisionError):
         apart(10.0, lambda: 1 // 0, otherwise=7)
     assert apart(0.1, lambda: time.sleep(60), otherwise=7) == 7
+
+
+def test_handlers_of_this_process_do_not_run_in_a_call_of_its_own(tmp_path: Path) -> None:
+    def end_itself() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "handled").touch())
+    try:
+        assert apart(10.0, end_itself, otherwise=7) == 7
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not (tmp_path / "handled").exists()
 
 
 def test_a_collective_that_lost_its_rank_is_known_by_what_the_backend_says() -> None:
