@@ -170,7 +170,7 @@ def test_too_little_memory_is_a_sentence(tmp_path: Path) -> None:
 def test_mishaps_have_remedies_and_bugs_keep_their_tracebacks() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/data/x")
     assert mishap(full) == (
-        "/data/x: No space left on device; free space there, and start again: a run continues from its newest "
+        "/data/x: No space left on device; free space there, and start again; training goes on from its newest "
         "checkpoint"
     )
     assert mishap(MemoryError()) is not None
