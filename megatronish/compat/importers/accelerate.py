@@ -93,7 +93,7 @@ FILE_ALONE = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"),
 )
-"""Keys that accelerate launch refuses beside a file of DeepSpeed's."""
+"""Keys that accelerate launch refuses with a file of DeepSpeed's."""
 _SECTIONS = (
     *("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "dynamo_config"),
     *("distributed_type", "mixed_precision", "fp16", "num_processes", "use_cpu", "gradient_accumulation_steps"),
@@ -227,7 +227,7 @@ def _of_keys(found: Imported, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_file(found: Imported, config: Mapping[str, Any], values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """DeepSpeed's settings of a file, with what Accelerate puts in the place of "auto" and of absent keys."""
-    # 1. The file counts: beside it the same keys of the YAML are refused when a program is started.
+    # 1. The file counts: the same keys of the YAML are refused with it when a program is started.
     for key in FILE_ALONE:
         if config.get(key) is not None:
             found.leave_out(f"deepspeed_config.{key}", f"{name} counts; accelerate launch refuses to have both")
@@ -272,7 +272,7 @@ def _precisions(
         off = sections[wanted].get("enabled") is not True
         found.leave_out(
             "mixed_precision",
-            f"accelerate launch refuses it beside {path.name}, and takes it from a program; this is as from a program"
+            f"accelerate launch refuses it with {path.name}, and takes it from a program; this is as from a program"
             + (f": {wanted} of {path.name} is off, and counts" if off else ""),
         )
     return sections

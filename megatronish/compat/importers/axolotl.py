@@ -353,7 +353,7 @@ def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
 
 
 def _end_of_decay(found: Imported, values: Mapping[str, Any], decay: str) -> None:
-    """Learning rate that the decay ends with: 0 in transformers' schedules, but for two forms of the cosine."""
+    """Learning rate that the decay ends with: 0 in transformers' schedules, except for two forms of the cosine."""
     peak, options = found.settings.get("lr"), section(values, "lr_scheduler_kwargs")
     least = number(options, "min_lr") if decay == "cosine_with_min_lr" else None
     ratio = {

@@ -222,7 +222,7 @@ MUON: dict[str, Rule] = {
     "ns_method": dropped("standard and gram compute the same; the steps here are those of standard"),
     "per_head_muon": NOT_THERE,
 }
-"""Parameters of optimizers: of all, of all but Muon, and of Muon."""
+"""Parameters of optimizers: of all, of all except Muon, and of Muon."""
 OPTIMIZERS = {
     **dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam"), "adam"),
     **{"sgd": "sgd", "muon": "muon"},
