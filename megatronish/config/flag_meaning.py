@@ -256,6 +256,8 @@ def _use(found: Settings, flag: Recognised, *, typed: bool) -> None:
     else:
         pairs = known.by_value[values[0]] if known.by_value else known.settings
         into = found.yielding if known.yields else found.settings
+        if known.note:
+            found.notes.append(f"{flag.spelled} is {known.text}: {known.note}")
         into.extend(_settings(pairs, flag, typed=typed))
 
 

@@ -18,14 +18,14 @@ from megatronish.compat.importers.accelerate import TOP as ACCELERATE
 from megatronish.compat.importers.axolotl import _OWN, RULES, from_axolotl
 from megatronish.compat.importers.deepspeed import (
     ACTIVATIONS,
-    ADAM,
+    BF16,
     FP16,
     OF_ONE_RANK,
-    SCHEDULER_FLAGS,
     TOP,
     ZERO,
     from_deepspeed,
 )
+from megatronish.compat.importers.deepspeed_optimizer import MUON, MUON_RATES, PARAMS, SCHEDULER_FLAGS
 from megatronish.config.config import Config
 from megatronish.config.data_lists import splits_of_file
 from megatronish.config.dump import to_toml, toml_value, write_toml
@@ -91,12 +91,15 @@ LISTS: dict[Framework, dict[str, tuple[str, ...]]] = {
             "zero_optimization",
             "activation_checkpointing",
             "compile",
+            "torch_autocast",
+            "gradient_allreduce_op",
         ),
         "optimizer": ("type", "params"),
         "scheduler": ("type", "params"),
-        "params": (*ADAM, "betas", *SCHEDULER_FLAGS, "warmup_type"),
+        "params": (*PARAMS, *MUON, *MUON_RATES, "betas", *SCHEDULER_FLAGS, "warmup_type"),
         "fp16": (*FP16, "initial_scale_power"),
-        "bf16": ("enabled",),
+        "bf16": tuple(BF16),
+        "torch_autocast": ("enabled", "dtype"),
         "zero_optimization": (*ZERO, "offload_optimizer", "offload_param"),
         "activation_checkpointing": (*ACTIVATIONS, "cpu_checkpointing"),
     },
@@ -118,7 +121,7 @@ LISTS: dict[Framework, dict[str, tuple[str, ...]]] = {
     },
 }
 SOUND: dict[str, tuple[Any, ...]] = {
-    "type": ("AdamW", "SGD", "WarmupLR", "WarmupCosineLR", "OneCycle", "chat_template"),
+    "type": ("AdamW", "SGD", "Muon", "WarmupLR", "WarmupCosineLR", "OneCycle", "chat_template"),
     "distributed_type": ("DEEPSPEED", "FSDP", "MEGATRON_LM", "MULTI_GPU"),
     "adapter": ("lora", "qlora"),
     "rl": ("dpo", "kto", "simpo"),

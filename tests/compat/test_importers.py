@@ -15,8 +15,11 @@ from chat_tokenizers import said, write_lines
 from paths import ROOT
 
 from megatronish.commands.import_config import Framework, import_config
+from megatronish.compat.importers.accelerate import from_accelerate
 from megatronish.compat.importers.axolotl import RULES, from_axolotl
-from megatronish.compat.importers.deepspeed import ACTIVATIONS, ADAM, FP16, TOP, ZERO, from_deepspeed
+from megatronish.compat.importers.deepspeed import ACTIVATIONS, BF16, FP16, TOP, ZERO, from_deepspeed
+from megatronish.compat.importers.deepspeed_optimizer import MUON, PARAMS
+from megatronish.compat.importers.imported import Imported
 from megatronish.config.fields import FIELDS
 from megatronish.config.read import read_config
 from megatronish.core.errors import UserError
@@ -175,10 +178,10 @@ def test_fp16_auto_and_other_schedules() -> None:
     }
     found = from_deepspeed(values)
     assert found.settings == {
-        **{"fp16": True, "hysteresis": 3, "initial_loss_scale": 4096.0, "optimizer": "adam", "lr": 1e-4},
+        **{"fp16": True, "hysteresis": 1, "initial_loss_scale": 4096.0, "optimizer": "adam", "lr": 1e-4},
         **{"loss_scale_window": 1000, "min_loss_scale": 1.0},
         **{"weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8},
-        **{"lr_decay_style": "constant", "lr_warmup_iters": 5, "lr_warmup_init": 1e-6, "clip_grad": 0.0},
+        **{"lr_decay_style": "constant", "lr_warmup_iters": 5, "lr_warmup_init": 1e-6, "clip_grad": 1.0},
         **{"tensor_model_parallel_size": 2, "context_parallel_size": 4, "cp_comm_type": "a2a", "zero_stage": 0},
         "wandb_project": "mine",
     }
@@ -226,16 +229,100 @@ def test_auto_in_a_scheduler_is_listed_with_the_flag_to_give(kind: str) -> None:
 
 def test_a_scheduler_that_names_no_warmup_has_deepspeeds_defaults() -> None:
     adam = {"type": "AdamW", "params": {"lr": 2e-5}}
-    bare = from_deepspeed({"optimizer": adam, "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}})
+    linear = {"warmup_type": "linear"}
+    bare = from_deepspeed({"optimizer": adam, "scheduler": {"type": "WarmupDecayLR", "params": linear}})
     assert (bare.settings["lr_warmup_iters"], bare.settings["lr"]) == (1000, 0.001)
-    assert bare.otherwise == {
-        "optimizer.params.lr": "the scheduler replaces it by its warmup_max_lr, by default 0.001; name it",
-    }
+    assert bare.otherwise["optimizer.params.lr"] == (
+        "the scheduler replaces it by its warmup_max_lr, by default 0.001; name it"
+    )
+    kept = from_deepspeed({"optimizer": adam, "scheduler": {"type": "WarmupLR", "params": linear}})
+    assert kept.settings["lr"] == 2e-5
+    assert "and 0.001 before: for that add --lr 0.001" in kept.otherwise["scheduler.params.warmup_max_lr"]
     none = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 0}}})
     assert none.settings["lr_warmup_iters"] == 0
     cosine = from_deepspeed({"optimizer": adam, "scheduler": {"type": "WarmupCosineLR", "params": {}}})
     assert (cosine.settings["lr_warmup_iters"], cosine.settings["lr"]) == (1000, 2e-5)
     assert cosine.settings["min_lr"] == 2e-9
+
+
+def muon(params: dict[str, Any], **rest: Any) -> Imported:
+    return from_deepspeed({"optimizer": {"type": "Muon", "params": params}, "gradient_clipping": 1, **rest})
+
+
+def test_parameters_of_deepspeeds_muon_reach_muon() -> None:
+    found = muon({"lr": 0.01, "momentum": 0.9, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1})
+    wanted = {"lr": 0.01, "muon_momentum": 0.9, "adam_beta1": 0.8, "adam_eps": 1e-6, "muon_extra_scale_factor": 1.0}
+    assert wanted.items() <= found.settings.items() and "sgd_momentum" not in found.settings and not found.otherwise
+    told = muon({"ns_method": "standard", "nesterov": True, "per_head_muon": True})
+    assert "compute the same" in told.left_out["optimizer.params.ns_method"]
+    assert told.left_out["optimizer.params.nesterov"] == "DeepSpeed's Muon does not read it"
+    assert told.otherwise == {"optimizer.params.per_head_muon": "true is not there"}
+
+
+@pytest.mark.parametrize(
+    ("params", "rates"),
+    [
+        ({}, (3e-4, 0.02)),
+        ({"lr": 1e-3}, (1e-3, 1e-3)),
+        ({"muon_lr": 0.05}, (3e-4, 0.05)),
+        ({"lr": 1e-3, "adam_lr": 1e-4}, (1e-4, 1e-3)),
+        ({"muon_lr": 0.05, "adam_lr": 1e-4, "lr": "auto"}, (1e-4, 0.05)),
+    ],
+)
+def test_the_two_rates_of_deepspeeds_muon_are_a_rate_and_a_factor(
+    params: dict[str, Any], rates: tuple[float, float]
+) -> None:
+    found = muon(params)
+    adam, matrices = found.settings["lr"], found.settings["lr"] * found.settings["muon_extra_scale_factor"]
+    assert (adam, matrices) == pytest.approx(rates) and not found.otherwise
+    decayed = muon({**params, "weight_decay": 0.1})
+    assert ("optimizer.params.weight_decay" in decayed.otherwise) == (rates[0] != rates[1])
+    # A scheduler that names a rate gives it to all parameters.
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.3, "warmup_type": "linear"}}
+    scheduled = muon(params, scheduler=warmup).settings
+    assert (scheduled["lr"], scheduled["muon_extra_scale_factor"]) == (0.3, 1.0)
+
+
+def test_rates_of_muon_that_are_none_are_told() -> None:
+    auto = muon({"lr": "auto", "muon_lr": 0.02, "momentum": "auto"})
+    assert "lr" not in auto.settings and "--muon-extra-scale-factor" in auto.left_out["optimizer.params.lr"]
+    assert "muon_momentum" not in auto.settings and "optimizer.params.momentum" in auto.left_out
+    with pytest.raises(UserError, match="muon_lr=0 and adam_lr=0 must be greater than 0; correct the file"):
+        muon({"lr": 0})
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"dampening": 0.1}, "0.1 is not there"),
+        ({"nesterov": True}, "true is not there"),
+        ({"amsgrad": False, "bias_correction": True, "foreach": True, "dampening": 0}, None),
+        ({"bias_correction": False}, "false is not there"),
+        ({"max_grad_norm": 1.0}, "1.0 is not known here"),
+    ],
+)
+def test_parameters_that_change_what_is_trained_are_warnings(params: dict[str, Any], told: str | None) -> None:
+    found = from_deepspeed({"optimizer": {"type": "SGD", "params": params}, "gradient_clipping": 1})
+    assert list(found.otherwise.values()) == ([told] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("values", "settings"),
+    [
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {"bf16": True}),
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}}, {"fp16": True, "hysteresis": 1}),
+        ({"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}, {"bf16": False}),
+        ({"bfloat16": {"enabled": True}}, {"bf16": True}),
+        ({"bfloat16": {"enabled": True}, "bf16": {}}, {"bf16": False}),
+    ],
+)
+def test_precisions_of_deepspeed_are_ours(values: dict[str, Any], settings: dict[str, Any]) -> None:
+    assert settings.items() <= from_deepspeed(values).settings.items()
+
+
+def test_gradients_that_are_summed_are_a_warning() -> None:
+    assert "gradient_allreduce_op" in from_deepspeed({"gradient_allreduce_op": "SUM"}).otherwise
+    assert "gradient_allreduce_op" not in from_deepspeed({"gradient_allreduce_op": "mean"}).otherwise
 
 
 def test_batch_sizes_that_contradict_each_other_are_refused() -> None:
@@ -247,7 +334,7 @@ def test_batch_sizes_that_contradict_each_other_are_refused() -> None:
 
 
 def test_rules_name_fields() -> None:
-    for rules in (TOP, ADAM, FP16, ZERO, ACTIVATIONS, RULES):
+    for rules in (TOP, PARAMS, MUON, BF16, FP16, ZERO, ACTIVATIONS, RULES):
         for key, rule in rules.items():
             assert rule.field in FIELDS or (rule.field is None and rule.reason), key
 
@@ -274,8 +361,8 @@ def test_a_config_of_axolotl_becomes_a_config_that_is_read(tmp_path: Path) -> No
     assert config.log.wandb_project == "mine"
     assert (config.log.run_dir, config.checkpoint.save_interval) == ("./outputs/out", 50)
     for line in (
-        "#   base_model: NousResearch/Llama-3.2-1B is not a folder here; download it, and add --load-hf FOLDER",
-        "#   datasets[0].path: teknium/GPT4-LLM-Cleaned is not a file here; save it as JSON lines",
+        "#   base_model: NousResearch/Llama-3.2-1B is not a folder here, so a run downloads it from Hugging Face's hub",
+        "#   datasets[0].path: teknium/GPT4-LLM-Cleaned is not a file here, so a run downloads its JSON lines from",
         "#   optimizer: adamw_8bit: optimizer states are in fp32",
         "#   num_epochs: max_steps, which is given, counts",
         "#   flash_attention: which kernels are used is decided at run time",
@@ -313,6 +400,7 @@ def test_preferences_of_axolotl_become_an_objective() -> None:
     simpo = from_axolotl({"rl": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.1}, folder=Path()).settings
     assert (simpo["simpo_gamma"], simpo["cpo_alpha"]) == (0.7, 0.1)
     assert from_axolotl({"rl": "orpo", "orpo_alpha": 0.2}, folder=Path()).settings["beta"] == 0.2
+    assert from_axolotl({"rl": "kto", "rl_beta": 0.3, "trl": {"beta": 0.2}}, folder=Path()).settings["beta"] == 0.2
     assert from_axolotl({"rl": "simpo"}, folder=Path()).settings["cpo_alpha"] == 1.0
     assert "grpo is not there" in from_axolotl({"rl": "grpo"}, folder=Path()).otherwise["rl"]
 
@@ -348,6 +436,78 @@ def test_axolotl_with_fsdp_a_local_model_and_without_a_data_parallel_size(tmp_pa
         "cannot be read; name its stage"
         in from_axolotl({"deepspeed": "no.json"}, folder=tmp_path).left_out["deepspeed"]
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "trained"),
+    [
+        ({"fp16": True}, "fp16"),
+        ({"fp16": True, "bf16": "auto"}, "fp16"),
+        ({"fp16": True, "bf16": True}, "bf16"),
+        ({"bf16": False}, "fp32"),
+        ({"bf16": False, "bfloat16": True}, "bf16"),
+        ({"bf16": "full"}, "bf16"),
+        ({"float32": True}, "bf16"),
+        ({"float32": True, "bf16": False}, "fp32"),
+    ],
+)
+def test_precision_of_axolotl(values: dict[str, Any], trained: str, tmp_path: Path) -> None:
+    found = from_axolotl(values, folder=tmp_path).settings
+    assert ([key for key in ("bf16", "fp16") if found.get(key)] or ["fp32"]) == [trained]
+
+
+def test_schedules_of_axolotl_end_where_they_do_there(tmp_path: Path) -> None:
+    cosine = {"learning_rate": 1e-3, "lr_scheduler": "cosine_with_min_lr"}
+    for options, least in (({"min_lr_rate": 0.1}, 1e-4), ({"min_lr": 1e-5}, 1e-5), ({}, 0.0)):
+        found = from_axolotl({**cosine, "lr_scheduler_kwargs": options}, folder=tmp_path)
+        assert found.settings["min_lr"] == pytest.approx(least) and not found.otherwise
+    other = from_axolotl({"lr_scheduler_kwargs": {"num_cycles": 2}}, folder=tmp_path)
+    assert "lr_scheduler_kwargs.num_cycles" in other.otherwise
+    constant = from_axolotl({"lr_scheduler": "constant", "warmup_steps": 9}, folder=tmp_path)
+    assert constant.settings["lr_warmup_iters"] == 0 and "no warm-up there" in constant.left_out["warmup_steps"]
+    warmed = from_axolotl({"lr_scheduler": "constant_with_warmup", "warmup_steps": 9}, folder=tmp_path)
+    assert warmed.settings["lr_warmup_iters"] == 9
+
+
+def test_the_muon_of_axolotl_depends_on_the_number_of_processes(tmp_path: Path) -> None:
+    one = from_axolotl({"optimizer": "muon", "adam_beta2": 0.8}, folder=tmp_path)
+    wanted = {"muon_scale_mode": "spectral", "muon_extra_scale_factor": 0.2, "adam_beta1": 0.95, "adam_beta2": 0.95}
+    assert wanted.items() <= one.settings.items() and "--dp N" in one.left_out["optimizer"]
+    assert "norms and biases learn" in one.otherwise["optimizer"] and "adam_beta2" in one.left_out
+    both = {"optimizer": "muon", "adam_beta1": 0.7, "adam_beta2": 0.8, "weight_decay": 0.1}
+    several = from_axolotl(both, folder=tmp_path, dp=2)
+    wanted = {"muon_scale_mode": "unit_rms_norm", "muon_nesterov": False, "adam_beta1": 0.7, "adam_beta2": 0.8}
+    assert wanted.items() <= several.settings.items() and list(several.otherwise) == ["weight_decay"]
+
+
+def test_what_a_deepspeed_file_decides_in_axolotl_is_said(tmp_path: Path) -> None:
+    adam = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    file: dict[str, Any] = {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": adam}}
+    values = {"deepspeed": "ds.json", "max_grad_norm": 0.3}
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    found = from_axolotl(values, folder=tmp_path)
+    assert found.settings["clip_grad"] == 0.3 and not found.otherwise
+    del file["gradient_clipping"], adam["eps"]
+    (tmp_path / "ds.json").write_text(json.dumps({**file, "scheduler": {"type": "WarmupDecayLR"}}))
+    told = from_axolotl(values, folder=tmp_path)
+    assert told.settings["clip_grad"] == 1.0
+    assert list(told.otherwise) == ["ds.json: gradient_clipping", "ds.json: optimizer", "ds.json: scheduler"]
+
+
+def test_chats_that_are_too_long_are_left_out_in_axolotl_and_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("{}")
+    values = {"datasets": [{"path": "chats.jsonl", "type": "chat_template"}]}
+    assert "is cut" in from_axolotl(values, folder=tmp_path).left_out["excess_length_strategy"]
+    same = from_axolotl({**values, "excess_length_strategy": "truncate"}, folder=tmp_path)
+    assert "excess_length_strategy" not in same.left_out
+
+
+def test_paths_that_are_neither_here_nor_on_a_hub_are_listed(tmp_path: Path) -> None:
+    sets = [{"path": "org/chats", "type": "chat_template"}, {"path": "data/gone.jsonl", "type": "chat_template"}]
+    found = from_axolotl({"base_model": "gone", "datasets": sets}, folder=tmp_path)
+    assert found.settings["data_path"] == ("org/chats",)
+    assert "a run downloads" in found.left_out["datasets[0].path"]
+    assert "no name of a hub" in found.left_out["datasets[1].path"] and "no name" in found.left_out["base_model"]
 
 
 @pytest.mark.parametrize(
@@ -487,14 +647,31 @@ ROWS = [
     for framework, key, field, value in ABSENT.findall((ROOT / "docs" / "COMING_FROM.md").read_text())
 ]
 SCHEDULED = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}
+HALF = {"enabled": True}
+MUON_ALONE = {"optimizer": {"type": "Muon", "params": {}}}
+SGD_ALONE = {"optimizer": {"type": "SGD", "params": {}}}
+FILE = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
 AROUND: dict[str, dict[str, Any]] = {
     "scheduler.params.warmup_num_steps": SCHEDULED,
     "scheduler.params.warmup_type": {"scheduler": {"type": "WarmupLR", "params": {}}},
-    "scheduler.params.warmup_max_lr": {"optimizer": {"type": "Adam", "params": {"lr": 1.0}}, **SCHEDULED},
+    "scheduler.params.warmup_max_lr of WarmupDecayLR": {
+        "optimizer": {"type": "Adam", "params": {"lr": 1.0}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {}},
+    },
+    "scheduler.params.warmup_max_lr of WarmupLR": {"optimizer": {"type": "Adam", "params": {"lr": 0.5}}, **SCHEDULED},
     "scheduler.params.warmup_min_lr": {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
     "scheduler.params.cos_min_ratio": {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}},
-    "optimizer.params.momentum": {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}},
-    "optimizer.params.nesterov": {"optimizer": {"type": "Muon", "params": {"lr": 1.0}}},
+    **{f"optimizer.params.{key} of SGD": SGD_ALONE for key in ("lr", "momentum", "weight_decay")},
+    **{
+        f"optimizer.params.{key} of Muon": MUON_ALONE
+        for key in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "scale")
+    },
+    "optimizer.params.muon_lr": MUON_ALONE,
+    "optimizer.params.weight_decay of torch_adam": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}},
+    **{f"fp16.{key}": {"fp16": HALF} for key in ("initial_scale_power", "loss_scale_window", "min_loss_scale")},
+    "fp16.hysteresis with ZeRO": {"fp16": HALF, "zero_optimization": {"stage": 1}},
+    "fp16.hysteresis without ZeRO": {"fp16": {**HALF, "hysteresis": 4}},
+    "zero_optimization.stage": {"zero_optimization": {"overlap_comm": True}},
     "fp16 without a scale": {"fp16": True},
     "lora_r": {"adapter": "lora"},
     "lora_alpha": {"adapter": "lora"},
@@ -504,9 +681,22 @@ AROUND: dict[str, dict[str, Any]] = {
     "simpo_gamma": {"rl": "simpo"},
     "cpo_alpha": {"rl": "simpo"},
     "fsdp_config.sharding_strategy": {"fsdp_config": {"offload_params": False}},
+    "warmup_steps of lr_scheduler: constant": {"lr_scheduler": "constant", "warmup_ratio": 0.1},
+    **{f"{key} of muon": {"optimizer": "muon"} for key in ("adam_beta1", "adam_beta2", "nesterov", "scale")},
+    "momentum of sgd": {"optimizer": "sgd"},
+    "gradient_clipping of a DeepSpeed file": {"deepspeed": "ds.json", "max_grad_norm": 0.3, **FILE},
+    "bf16 of a DeepSpeed file": {"mixed_precision": "bf16", **FILE},
+    "fp16 of a DeepSpeed file": {"mixed_precision": "fp16", **FILE},
+    "loss scale of DeepSpeed": {"mixed_precision": "fp16", "distributed_type": "DEEPSPEED"},
+    "loss scale of Megatron-LM": {"mixed_precision": "fp16", "distributed_type": "MEGATRON_LM"},
+    "loss scale of FSDP": {"mixed_precision": "fp16", "distributed_type": "FSDP"},
     "deepspeed_config.zero_stage": {"distributed_type": "DEEPSPEED"},
     "fsdp_config.fsdp_sharding_strategy": {"distributed_type": "FSDP"},
-    "megatron_lm_config.megatron_lm_gradient_clipping": {"distributed_type": "MEGATRON_LM"},
+    "deepspeed_config.gradient_clipping": {"distributed_type": "DEEPSPEED"},
+    **{
+        f"megatron_lm_config.megatron_lm_{key}": {"distributed_type": "MEGATRON_LM"}
+        for key in ("gradient_clipping", "attention_dropout", "hidden_dropout", "use_distributed_optimizer")
+    },
 }
 """What makes an absent key mean something, where the smallest config does not."""
 
@@ -520,9 +710,9 @@ def test_an_absent_key_is_written_as_what_it_means_there(
         "axolotl": {"datasets": [{"path": "a.jsonl", "type": "chat_template"}], "learning_rate": 1e-3},
         "accelerate": {"num_machines": 1},
     }
-    around = {"fp16": {"enabled": True}} if key.startswith("fp16.") else AROUND.get(key, {})
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**smallest[framework], **around}))
+    path.write_text(json.dumps({**smallest[framework], **AROUND.get(key, {})}))
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     found = settings_of(import_config(framework, path))[field]
     assert type(found) is type(value)
     assert found == (pytest.approx(value) if isinstance(value, float) else value)
@@ -530,7 +720,7 @@ def test_an_absent_key_is_written_as_what_it_means_there(
 
 def test_the_page_of_absent_keys_has_all_frameworks() -> None:
     counts = Counter(row[0] for row in ROWS)
-    assert (counts["deepspeed"], counts["axolotl"], counts["accelerate"]) == (19, 26, 5)
+    assert (counts["deepspeed"], counts["axolotl"], counts["accelerate"]) == (33, 33, 15)
 
 
 def test_a_learning_rate_without_a_scheduler_is_the_same_in_every_step(tmp_path: Path) -> None:
@@ -617,6 +807,119 @@ def test_kinds_of_accelerate_are_ours(values: dict[str, Any], settings: dict[str
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}')
     (tmp_path / "a.json").write_text(json.dumps(values))
     assert settings.items() <= settings_of(import_config("accelerate", tmp_path / "a.json")).items()
+
+
+def accelerated(folder: Path, file: dict[str, Any] | None, *, keys: Any = None, **values: Any) -> Imported:
+    """What the importer makes of Accelerate's config with DeepSpeed, and with this DeepSpeed file."""
+    config = dict(keys or {})
+    if file is not None:
+        (folder / "ds.json").write_text(json.dumps(file))
+        config["deepspeed_config_file"] = "ds.json"
+    return from_accelerate({"distributed_type": "DEEPSPEED", "deepspeed_config": config, **values}, folder=folder)
+
+
+ON, OFF, BY_PROGRAM = {"enabled": True}, {"enabled": False}, {"enabled": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "sections", "trained"),
+    [
+        ("bf16", {}, "bf16"),
+        ("bf16", {"fp16": OFF}, "bf16"),
+        ("bf16", {"bf16": BY_PROGRAM, "fp16": BY_PROGRAM}, "bf16"),
+        ("bf16", {"bf16": OFF}, "fp32"),
+        ("bf16", {"bf16": {}}, "fp32"),
+        ("bf16", {"fp16": ON}, None),
+        ("fp16", {}, "fp16"),
+        ("fp16", {"fp16": BY_PROGRAM, "bf16": BY_PROGRAM}, "fp16"),
+        ("fp16", {"fp16": OFF}, "fp32"),
+        ("fp16", {"bf16": ON}, None),
+        ("no", {}, "fp32"),
+        ("no", {"bf16": BY_PROGRAM, "fp16": BY_PROGRAM}, "fp32"),
+        ("no", {"bf16": ON}, "bf16"),
+        ("no", {"fp16": ON}, "fp16"),
+        ("no", {"bfloat16": ON}, "fp32"),
+    ],
+)
+def test_accelerate_completes_the_precision_of_a_deepspeed_file(
+    precision: str, sections: dict[str, Any], trained: str | None, tmp_path: Path
+) -> None:
+    file = {"zero_optimization": {"stage": 2}, **sections}
+    if trained is None:
+        with pytest.raises(UserError, match=rf"mixed_precision={precision} and \w+ of ds.json contradict each other"):
+            accelerated(tmp_path, file, mixed_precision=precision)
+        return
+    found = accelerated(tmp_path, file, mixed_precision=precision)
+    kinds = [key for key in ("bf16", "fp16") if found.settings.get(key)] or ["fp32"]
+    assert kinds == [trained]
+    if trained == "fp16":
+        scale = {"initial_loss_scale": 65536.0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0}
+        assert scale.items() <= found.settings.items()
+    if precision != "no":
+        assert ("is off, and counts" in found.left_out["mixed_precision"]) == (trained == "fp32")
+
+
+def test_accelerate_fills_what_a_deepspeed_file_leaves_to_it(tmp_path: Path) -> None:
+    zero = {"stage": "auto", "offload_optimizer": {"device": "auto"}}
+    file: dict[str, Any] = {
+        **{"zero_optimization": zero, "gradient_clipping": "auto", "tensor_parallel": {"autotp_size": 2}},
+        **{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, "train_batch_size": "auto"},
+    }
+    found = accelerated(tmp_path, file, num_processes=8)
+    assert {"zero_stage": 2, "clip_grad": 1.0, "data_parallel_size": 4}.items() <= found.settings.items()
+    assert (
+        "optimizer_cpu_offload" not in found.settings
+        and "max_grad_norm" in found.left_out["ds.json: gradient_clipping"]
+    )
+    # The program has a schedule where the file has none, so nothing is said of it.
+    assert not {"lr_decay_style", "lr_warmup_iters", "lr"} & found.settings.keys()
+    del file["train_batch_size"]
+    assert accelerated(tmp_path, file, num_processes=8).settings["global_batch_size"] == 4 * 3 * 4
+    scheduled = accelerated(tmp_path, {**file, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto"}}})
+    assert scheduled.settings["lr_warmup_init"] == 0.0
+
+
+def test_keys_of_accelerates_yaml_beside_a_deepspeed_file_are_listed(tmp_path: Path) -> None:
+    keys = {"zero_stage": 3, "gradient_clipping": 0.3, "offload_param_device": "cpu", "zero3_init_flag": True}
+    found = accelerated(tmp_path, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}, keys=keys)
+    assert {"zero_stage": 1, "clip_grad": 0.5}.items() <= found.settings.items()
+    assert "param_cpu_offload" not in found.settings
+    for key in ("zero_stage", "gradient_clipping", "offload_param_device"):
+        assert found.left_out[f"deepspeed_config.{key}"].startswith("ds.json counts")
+    assert "refuses a file without it" in accelerated(tmp_path, {}).left_out["ds.json: zero_optimization"]
+
+
+@pytest.mark.parametrize(("clip", "is_said"), [(None, False), ("auto", False), (0, True), ("0.0", True)])
+def test_clipping_that_accelerate_does_not_hand_on_is_deepspeeds(tmp_path: Path, clip: Any, is_said: bool) -> None:
+    found = accelerated(tmp_path, None, keys={"gradient_clipping": clip})
+    assert found.settings["clip_grad"] == 1.0
+    assert ("deepspeed_config.gradient_clipping" in found.otherwise) == is_said
+
+
+def test_older_and_quoted_keys_of_accelerate_are_read(tmp_path: Path) -> None:
+    older = from_accelerate({"fp16": True, "dynamo_backend": "INDUCTOR"}, folder=tmp_path).settings
+    assert (older["fp16"], older["compile"], older["loss_scale_window"]) == (True, True, 2000)
+    megatron = {"tp_degree": "2", "use_distributed_optimizer": "true", "attention_dropout": "0.2", "hidden_dropout": 0}
+    found = from_accelerate(
+        {
+            **{"distributed_type": "MEGATRON_LM", "num_processes": 4},
+            "megatron_lm_config": {f"megatron_lm_{key}": value for key, value in megatron.items()},
+        },
+        folder=tmp_path,
+    )
+    wanted = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True, "attention_dropout": 0.2}
+    assert wanted.items() <= found.settings.items() and not found.otherwise
+    assert "--cp 2" in found.left_out["megatron_lm_config.megatron_lm_context_parallel_size"]
+
+
+def test_ranks_of_accelerate_that_the_file_does_not_name(tmp_path: Path) -> None:
+    found = from_accelerate({"distributed_type": "FSDP"}, folder=tmp_path)
+    assert "data_parallel_size" not in found.settings and "add --dp" in found.left_out["num_processes"]
+    cut = {"parallelism_config_cp_size": 4, "parallelism_config_sp_size": 1}
+    sizes = from_accelerate({"num_processes": 8, "parallelism_config": cut}, folder=tmp_path).settings
+    assert (sizes["context_parallel_size"], sizes["data_parallel_size"]) == (4, 2)
+    ulysses = from_accelerate({"num_processes": 8, "parallelism_config": {"sp_size": 2, "cp_size": 1}}, folder=tmp_path)
+    assert (ulysses.settings["context_parallel_size"], ulysses.settings["cp_comm_type"]) == (2, "a2a")
 
 
 @pytest.mark.parametrize(

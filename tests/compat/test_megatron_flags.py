@@ -518,4 +518,8 @@ def test_lengths_in_tokens_are_samples_of_the_sequence_length() -> None:
 
 def test_a_sliding_window_is_that_of_hugging_face() -> None:
     words = [*BASE, "--position-embedding-type", "rope"]
-    assert read_config([*words, "--sliding-window", "4"]).config.model.window_size == 4
+    config, notes = read_config([*words, "--sliding-window", "4"])
+    assert config.model.window_size == 4
+    (note,) = [note for note in notes if "window" in note]
+    assert "some models of Pai-Megatron-Patch let it see one more: add 1" in note
+    assert not [note for note in read_config([*words, "--window-size", "4"]).notes if "window" in note]

@@ -171,6 +171,34 @@ def test_a_model_of_the_hub_is_converted_and_generates(hub: Hub, tmp_path: Path)
     assert found.status == 0, found
 
 
+def test_a_tokenizer_of_the_hub_makes_tokens_trains_on_them_and_generates(hub: Hub, tmp_path: Path) -> None:
+    write_lines(tmp_path / "lines.jsonl", [{"text": "a text of some words"}] * 30)
+    number, tokenizer = len(hub.asked), ["--tokenizer-model", "org/tiny"]
+    written = ["--input", tmp_path / "lines.jsonl", "--output-prefix", tmp_path / "mine"]
+    found = called(hub.url, tmp_path, "preprocess", *written, *tokenizer)
+    assert found.status == 0 and (tmp_path / "mine_text_document.bin").is_file(), found
+    argv = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 0.1"
+    data = ["--train-iters", "1", "--device", "cpu", "--data-path", tmp_path / "mine_text_document", *tokenizer]
+    found = called(hub.url, tmp_path, "pretrain", *argv.split(), *data, "--run-dir", tmp_path / "run")
+    assert found.status == 0 and f"tokenizer_model: org/tiny@{COMMIT}" in found.output, found
+    # The run folder has a copy of its own, and no weights of the repository were fetched for its tokenizer.
+    assert 'tokenizer_model = "{here}/tokenizer"' in (tmp_path / "run" / "config.toml").read_text()
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").is_file()
+    files = [path.rpartition("/")[2] for path in hub.asked[number:]]
+    assert "tokenizer.json" in files and "model.safetensors" not in files and "config.json" not in files
+    told = ["--load", tmp_path / "run", "--prompt", "a", "--num-tokens", "1", *tokenizer]
+    found = called(hub.url, tmp_path, "generate", *told)
+    assert found.status == 0, found
+
+
+def test_a_tokenizer_that_the_hub_does_not_have_is_told_in_a_sentence(hub: Hub, tmp_path: Path) -> None:
+    found = called(
+        hub.url, tmp_path, "pretrain", "--tokenizer-model", "org/gone", "--mock-data", "--lr", "1", "--train-iters", "1"
+    )
+    assert found.status == 2 and "Traceback" not in found.errors, found
+    assert "--tokenizer-model org/gone does not exist here and is no model of" in found.errors
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

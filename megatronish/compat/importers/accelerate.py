@@ -6,8 +6,9 @@ from typing import Any
 
 from megatronish.compat.importers.axolotl import fsdp
 from megatronish.compat.importers.axolotl_data import is_file
-from megatronish.compat.importers.deepspeed import from_deepspeed
+from megatronish.compat.importers.deepspeed import OLDER_CLIPPING, from_deepspeed
 from megatronish.compat.importers.imported import (
+    SPEED,
     Imported,
     Rule,
     apply,
@@ -20,12 +21,12 @@ from megatronish.compat.importers.imported import (
     text,
     whole,
 )
+from megatronish.config.fields import FIELDS
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 
 PLACE = dropped("ranks are started by torchrun, srun, or by the command itself (docs/MANY_MACHINES.md)")
 TPU = dropped("there are GPUs and CPUs")
-SPEED = dropped("it changes speed and memory alone")
 LAUNCHED = dropped("it is about starting the program")
 
 TOP: dict[str, Rule] = {
@@ -40,6 +41,9 @@ TOP: dict[str, Rule] = {
     **dict.fromkeys(("tpu_env", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "downcast_bf16"), TPU),
     **dict.fromkeys(("enable_cpu_affinity", "ipex_config", "fp8_config"), SPEED),
 }
+COPY = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Sizes whose product is the ranks of one copy of the model."""
+CLIPPED = "1.0, which Accelerate puts in its place; the Trainer of transformers puts its max_grad_norm: --clip-grad"
 PARALLELISM: dict[str, Rule] = {
     "tp_size": field("tensor_model_parallel_size"),
     "cp_size": field("context_parallel_size"),
@@ -51,26 +55,67 @@ PARALLELISM: dict[str, Rule] = {
 MEGATRON: dict[str, Rule] = {
     "tp_degree": field("tensor_model_parallel_size"),
     "pp_degree": field("pipeline_model_parallel_size"),
+    "context_parallel_size": field("context_parallel_size"),
+    "expert_model_parallel_size": field("expert_model_parallel_size"),
+    "expert_tensor_parallel_size": field("expert_tensor_parallel_size"),
     "gradient_clipping": field("clip_grad"),
     "sequence_parallelism": field("sequence_parallel"),
     "use_distributed_optimizer": field("use_distributed_optimizer"),
-    "num_micro_batches": dropped("--global-batch-size is this times --micro-batch-size times the data-parallel size"),
+    "optimizer_cpu_offload": field("optimizer_cpu_offload"),
+    "recompute_granularity": field("recompute_granularity"),
+    "recompute_method": field("recompute_method"),
+    "recompute_num_layers": field("recompute_num_layers"),
+    "attention_dropout": field("attention_dropout"),
+    "hidden_dropout": field("hidden_dropout"),
+    "eod_mask_loss": field("eod_mask_loss"),
+    "num_micro_batches": dropped("--global-batch-size is this times --micro-batch-size times the ranks over tp and pp"),
+    "calculate_per_token_loss": dropped("the loss is always that of a token of the whole batch"),
+    "use_rotary_position_embeddings": dropped("give the model's --position-embedding-type"),
+    "decoder_last_pipeline_num_layers": field("decoder_last_pipeline_num_layers"),
+    **dict.fromkeys(("attention_backend", "attention_softmax_in_fp32", "use_precision_aware_optimizer"), SPEED),
+    **dict.fromkeys(("use_custom_fsdp", "overlap_cpu_optimizer_d2h_h2d"), SPEED),
 }
+MEGATRON_ABSENT: dict[str, Any] = {
+    "clip_grad": 1.0,
+    "use_distributed_optimizer": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+"""What keys of the plug-in for Megatron-LM mean that are absent."""
+MEGATRON_SCALE: dict[str, Any] = {
+    "initial_loss_scale": 2.0**32,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1.0,
+}
+"""Megatron-LM's loss scale, of which the plug-in names nothing."""
+FILE_ALONE = (
+    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
+    *("offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"),
+)
+"""Keys that accelerate launch refuses with a file of DeepSpeed's."""
 _SECTIONS = (
     *("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "dynamo_config"),
-    *("distributed_type", "mixed_precision", "num_processes", "use_cpu", "gradient_accumulation_steps"),
+    *("distributed_type", "mixed_precision", "fp16", "num_processes", "use_cpu", "gradient_accumulation_steps"),
+    "dynamo_backend",
 )
-PROGRAM = "it is in your program: give --lr, --lr-decay-style, --weight-decay, --train-iters or --num-epochs, the data"
+PROGRAM = (
+    "they are in your program: give --lr, --lr-decay-style, --weight-decay, --clip-grad, the batch, --train-iters or "
+    "--num-epochs, the model with its dropout, the data"
+)
 
 
 def from_accelerate(values: Mapping[str, Any], *, folder: Path, dp: int | None = None) -> Imported:
     """Settings of a default_config.yaml in `folder`; `dp` is the data-parallel size, else from num_processes."""
+    # 1. Keys whose value alone decides, and the sizes of one copy of the model.
     found = Imported()
     kind = text(values, "distributed_type", "NO").upper()
     apply(found, {key: value for key, value in values.items() if key not in _SECTIONS}, TOP)
-    _precision(found, values)
+    precision = _mixed_precision(found, values)
+    _parallelism(found, section(values, "parallelism_config"))
+    # 2. What shares the model. DeepSpeed's settings say more than that, its precision too.
     if kind == "DEEPSPEED":
-        _deepspeed(found, section(values, "deepspeed_config"), folder, dp)
+        _deepspeed(found, values, precision, folder, dp)
     elif kind == "FSDP":
         fsdp(found, "", section(values, "fsdp_config"))
     elif kind == "MEGATRON_LM":
@@ -79,69 +124,158 @@ def from_accelerate(values: Mapping[str, Any], *, folder: Path, dp: int | None =
         raise UserError(f"distributed_type={kind} is not there: there are GPUs and CPUs; import another config")
     else:
         found.set("zero_stage", 0)
-    rest = section(values, "parallelism_config")
-    apply(
-        found,
-        {key.removeprefix("parallelism_config_"): each for key, each in rest.items()},
-        PARALLELISM,
-        within="parallelism_config.",
-    )
+    if kind != "DEEPSPEED":
+        found.set("bf16", precision in ("bf16", "fp8"))
+        if precision == "fp16":
+            _scaled(found, kind)
+    # 3. Where it runs.
     if is_on(values.get("use_cpu")) or kind == "MULTI_CPU":
         found.set("device", "cpu")
-    backend = text(section(values, "dynamo_config"), "dynamo_backend", "NO").upper()
-    if backend != "NO":
+    backend = text(section(values, "dynamo_config"), "dynamo_backend", text(values, "dynamo_backend", "NO"))
+    if backend.upper() != "NO":
         found.set("compile", True)
     _ranks(found, values, dp)
     found.leave_out("optimizer, learning rate, data", PROGRAM)
     return found
 
 
-def _precision(found: Imported, values: Mapping[str, Any]) -> None:
-    """mixed_precision; there is none where it is absent."""
+def _mixed_precision(found: Imported, values: Mapping[str, Any]) -> str:
+    """mixed_precision: no, bf16, fp16 or fp8. There is none where it is absent; older files have a switch, fp16."""
     kind = values.get("mixed_precision")
-    kind = "no" if kind in (None, "", False) else str(kind)  # YAML reads no as False
+    if kind is None and is_on(values.get("fp16")):
+        kind = "fp16"
+    kind = "no" if kind in (None, "", False) else str(kind).lower()  # YAML reads no as False
     if kind == "fp8":
         found.warn("mixed_precision", "fp8 is not there; this trains in bf16, more exactly")
     elif kind not in ("no", "bf16", "fp16"):
         raise UserError(f"mixed_precision={shown(kind)} must be no, fp16, bf16 or fp8; correct the file")
-    found.set("bf16", kind in ("bf16", "fp8"))
-    if kind == "fp16":
+    return kind
+
+
+def _scaled(found: Imported, kind: str) -> None:
+    """fp16 with the loss scale of whoever trains: Megatron-LM has one of its own, all others torch's."""
+    if kind != "MEGATRON_LM":
         found.set_grad_scaler()
+        return
+    found.set("fp16", True)
+    for name, value in MEGATRON_SCALE.items():
+        found.set(name, value)
 
 
-def _deepspeed(found: Imported, config: dict[str, Any], folder: Path, dp: int | None) -> None:
-    """DeepSpeed: its own file, or the few keys that Accelerate makes one of, with Accelerate's defaults."""
+def _parallelism(found: Imported, values: Mapping[str, Any]) -> None:
+    rest = {key.removeprefix("parallelism_config_"): each for key, each in values.items()}
+    # Sequences are cut in one of two ways, and a size of 1 for the other one is none.
+    for key in ("cp_size", "sp_size"):
+        if rest.get(key) == 1:
+            del rest[key]
+    apply(found, rest, PARALLELISM, within="parallelism_config.")
+    if "sp_size" in rest:
+        found.set("cp_comm_type", "a2a")  # DeepSpeed's Ulysses
+
+
+def _deepspeed(found: Imported, values: Mapping[str, Any], precision: str, folder: Path, dp: int | None) -> None:
+    """DeepSpeed, by the settings that Accelerate hands on: those of a file of its own, or made of a few keys."""
+    config = section(values, "deepspeed_config")
     if name := text(config, "deepspeed_config_file"):
         path = next((each for each in (Path(name), folder / name) if is_file(each)), Path(name))
-        other = from_deepspeed(read_object(path, is_yaml=False), dp=dp)
-        found.settings |= other.settings
-        found.left_out |= {f"{path.name}: {key}": reason for key, reason in other.left_out.items()}
-        found.otherwise |= {f"{path.name}: {key}": reason for key, reason in other.otherwise.items()}
-        return
+        given, within = _of_file(found, config, read_object(path, is_yaml=False), path.name), f"{path.name}: "
+    else:
+        path, given, within = None, _of_keys(found, config), "deepspeed_config: "
+    given |= _precisions(found, given, precision, path)
+    # 1. Which ranks are data-parallel follows from sizes that the file may have, and the batch follows from them.
+    sizes = from_deepspeed(given).settings
+    found.settings |= {name: sizes[name] for name in COPY if name in sizes}
+    other = from_deepspeed(given, dp=_data_parallel_size(found, values, dp))
+    # 2. Without these sections the program makes both, which says more than that DeepSpeed makes none.
+    for key, names in {"optimizer": (), "scheduler": ("lr_decay_style", "lr_warmup_iters")}.items():
+        if not given.get(key):
+            other.left_out.pop(key, None)
+            for each in names:
+                other.settings.pop(each, None)
+    found.settings |= other.settings
+    found.left_out |= {f"{within}{key}": reason for key, reason in other.left_out.items()}
+    found.otherwise |= {f"{within}{key}": reason for key, reason in other.otherwise.items()}
+    # 3. What is left of the YAML changes no number.
+    read = ("deepspeed_config_file", *FILE_ALONE)
+    rest = {key: each for key, each in config.items() if key not in read}
+    apply(found, rest, dict.fromkeys(rest, SPEED), within="deepspeed_config.")
+
+
+def _of_keys(found: Imported, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's settings that Accelerate makes of its own keys, with its defaults."""
     stage = number(config, "zero_stage")
     zero: dict[str, Any] = {"stage": 2 if stage is None else whole(stage, "deepspeed_config.zero_stage")}
     for key in ("offload_optimizer", "offload_param"):
-        device = text(config, f"{key}_device", "none")
-        if device.lower() != "none":
-            zero[key] = {"device": device}
-    shared = from_deepspeed({"zero_optimization": zero})
-    kept = ("zero_stage", "optimizer_cpu_offload", "param_cpu_offload")
-    found.settings |= {key: shared.settings[key] for key in kept if key in shared.settings}
-    found.left_out |= {key: each for key, each in shared.left_out.items() if key.startswith("zero_optimization")}
-    clip = config.get("gradient_clipping")
-    if clip in (None, "none", "auto"):
-        found.leave_out("deepspeed_config.gradient_clipping", "the program says it: --clip-grad, 0 for none")
-    else:
-        found.set("clip_grad", number(config, "gradient_clipping"))
+        zero[key] = {"device": text(config, f"{key}_device", "none").lower()}
+    given: dict[str, Any] = {"zero_optimization": zero}
+    if config.get("gradient_clipping") in (None, "none", "auto"):
+        clip: float | None = 1.0
+        found.leave_out("deepspeed_config.gradient_clipping", CLIPPED)
+    # What is off is not handed on, so DeepSpeed's own default counts.
+    elif not (clip := number(config, "gradient_clipping")):
+        clip = 1.0
+        found.warn("deepspeed_config.gradient_clipping", f"0 is not handed on, and {OLDER_CLIPPING}")
+    given["gradient_clipping"] = clip
     steps = config.get("gradient_accumulation_steps")
     if steps not in (None, 1, "auto"):
         found.leave_out(
             "deepspeed_config.gradient_accumulation_steps",
             f"{shown(steps)}: --global-batch-size is --micro-batch-size times this times the data-parallel size",
         )
-    read = ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping")
-    rest = {key: each for key, each in config.items() if key not in (*read, "gradient_accumulation_steps")}
-    apply(found, rest, dict.fromkeys(rest, SPEED), within="deepspeed_config.")
+    return given
+
+
+def _of_file(found: Imported, config: Mapping[str, Any], values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """DeepSpeed's settings of a file, with what Accelerate puts in the place of "auto" and of absent keys."""
+    # 1. The file counts: the same keys of the YAML are refused with it when a program is started.
+    for key in FILE_ALONE:
+        if config.get(key) is not None:
+            found.leave_out(f"deepspeed_config.{key}", f"{name} counts; accelerate launch refuses to have both")
+    given = dict(values)
+    if given.get("gradient_clipping") == "auto":
+        given["gradient_clipping"] = 1.0
+        found.leave_out(f"{name}: gradient_clipping", CLIPPED)
+    # 2. "auto" in the sections. A file without the section of ZeRO is refused.
+    if "zero_optimization" not in given:
+        found.leave_out(f"{name}: zero_optimization", "Accelerate refuses a file without it; this is stage 0")
+    zero = dict(section(given, "zero_optimization"))
+    if zero.get("stage") == "auto":
+        zero["stage"] = 2
+    for key in ("offload_optimizer", "offload_param"):
+        if section(zero, key).get("device") == "auto":
+            zero[key] = {**zero[key], "device": "none"}
+    planned = dict(section(given, "scheduler"))
+    if section(planned, "params").get("warmup_min_lr") == "auto":
+        planned["params"] = {**planned["params"], "warmup_min_lr": 0.0}
+    return {**given, "zero_optimization": zero, "scheduler": planned}
+
+
+def _precisions(
+    found: Imported, given: Mapping[str, Any], precision: str, path: Path | None
+) -> dict[str, dict[str, Any]]:
+    """Sections fp16 and bf16 as Accelerate completes them: it adds what is not there, and changes "auto" alone."""
+    wanted = {"no": "", "fp8": "bf16"}.get(precision, precision)
+    sections = {}
+    for key in ("fp16", "bf16"):
+        own = dict(section(given, key))
+        if given.get(key) is None:
+            own = {"enabled": key == wanted}
+        elif own.get("enabled") == "auto":
+            own["enabled"] = key == wanted
+        sections[key] = own
+        if wanted not in ("", key) and own.get("enabled") is True:
+            raise UserError(
+                f"mixed_precision={precision} and {key} of {path.name if path else 'the file'} contradict each other, "
+                "and Accelerate refuses both; correct one of them"
+            )
+    if path is not None and wanted:
+        off = sections[wanted].get("enabled") is not True
+        found.leave_out(
+            "mixed_precision",
+            f"accelerate launch refuses it with {path.name}, and takes it from a program; this is as from a program"
+            + (f": {wanted} of {path.name} is off, and counts" if off else ""),
+        )
+    return sections
 
 
 def _megatron(found: Imported, config: dict[str, Any]) -> None:
@@ -149,28 +283,59 @@ def _megatron(found: Imported, config: dict[str, Any]) -> None:
     rest = {key.removeprefix("megatron_lm_"): each for key, each in config.items()}
     if is_on(rest.pop("recompute_activations", False)):
         found.set("recompute_granularity", "selective")
-    values = {
-        key: number(rest, key) if isinstance(each, str) and key.endswith(("degree", "clipping")) else each
-        for key, each in rest.items()
-    }
-    apply(found, values, MEGATRON, within="megatron_lm_config.")
-    for name, value in {"clip_grad": 1.0, "use_distributed_optimizer": False}.items():
+    apply(found, {key: _typed(rest, key) for key in rest}, MEGATRON, within="megatron_lm_config.")
+    # The plug-in has had dropout, and a default for cp, since 1.13; before, Megatron-LM's own defaults counted.
+    within = "megatron_lm_config.megatron_lm_"
+    for name in ("attention_dropout", "hidden_dropout"):
+        if name not in found.settings:
+            found.warn(f"{within}{name}", "none given is 0 since Accelerate 1.13, and 0.1 before")
+    if "context_parallel_size" not in found.settings:
+        found.leave_out(
+            f"{within}context_parallel_size",
+            "none given is 2 since Accelerate 1.13, and 1 before; it changes no number: --cp 2",
+        )
+    if {"recompute_method", "recompute_num_layers"} & found.settings.keys():
+        found.set_default("recompute_granularity", "full")
+    for name, value in MEGATRON_ABSENT.items():
         found.set_default(name, value)
 
 
-def _ranks(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
-    """Data-parallel size: all processes over those of one copy of the model; one process where nothing is said."""
-    processes = number(values, "num_processes")
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    copy = 1
-    for name in names:
+def _typed(values: Mapping[str, Any], key: str) -> Any:
+    """Value of a key as a number or a switch, which YAML files of programs that ask for it have in quotation marks."""
+    value, rule = values[key], MEGATRON.get(key)
+    if not isinstance(value, str) or rule is None or rule.field is None:
+        return value
+    wanted = FIELDS[rule.field].type
+    if wanted is bool:
+        return is_on(value)
+    return number(values, key) if wanted in (int, float) else value
+
+
+def _data_parallel_size(found: Imported, values: Mapping[str, Any], dp: int | None) -> int | None:
+    """All processes over those of one copy of the model; None where the number of processes is not in the file."""
+    if dp is not None:
+        return dp
+    processes, copy = number(values, "num_processes"), 1
+    for name in COPY:
         copy *= found.settings.get(name, 1)
+    # Without a number one process is started, or where there are to be several, none.
+    if processes is None and text(values, "distributed_type", "NO").upper() != "NO":
+        return None
     ranks = 1 if processes is None else whole(processes, "num_processes")
-    if dp is None and (ranks < 1 or copy < 1 or ranks % copy):
+    if ranks < 1 or copy < 1 or ranks % copy:
         raise UserError(
             f"num_processes={ranks} must be a multiple of the ranks of one copy of the model, {copy}; correct the file"
         )
-    found.set("data_parallel_size", ranks // copy if dp is None else dp)
+    return ranks // copy
+
+
+def _ranks(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
+    """Data-parallel size, and what is said of the batch."""
+    size = _data_parallel_size(found, values, dp)
+    if size is not None:
+        found.set("data_parallel_size", size)
+    else:
+        found.leave_out("num_processes", "it is absent, and given to accelerate launch: add --dp")
     steps = number(values, "gradient_accumulation_steps")
     if steps is not None and steps != 1:
         found.leave_out(

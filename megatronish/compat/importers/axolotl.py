@@ -9,19 +9,22 @@ from megatronish.compat.importers.axolotl_data import (
     CHECKPOINTS,
     DECAYS,
     LORA,
+    MUON,
     OPTIMIZERS,
     PEFT,
     PEFT_TARGETS,
     QUANTISED_ALONE,
     RULES,
-    SPEED,
+    SEVERAL_MUON,
     STRATEGIES,
+    TOO_LONG,
     data_sets,
     is_file,
     preferences,
 )
-from megatronish.compat.importers.deepspeed import OF_ONE_RANK, from_deepspeed
+from megatronish.compat.importers.deepspeed import OF_ONE_RANK, OLDER_CLIPPING, from_deepspeed
 from megatronish.compat.importers.imported import (
+    SPEED,
     Imported,
     apply,
     dropped,
@@ -33,6 +36,7 @@ from megatronish.compat.importers.imported import (
     whole,
 )
 from megatronish.config.fields import FIELDS
+from megatronish.config.hub import hub_name
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 from megatronish.core.names import OBJECTIVE_NAMES
@@ -42,6 +46,7 @@ from megatronish.core.names import OBJECTIVE_NAMES
 
 # Keys of our fields; of those of one name, the first that is given counts.
 _NUMBERS = {
+    "trl.beta": "beta",
     "rl_beta": "beta",
     "dpo_beta": "beta",
     "orpo_alpha": "beta",
@@ -79,12 +84,13 @@ def from_rl(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
     found.set("objective", name)
     found.set("dataset_type", "chat")
     reads = OBJECTIVE_NAMES[name].reads
-    # 2. Several keys mean one number (`beta` has three); the first of `_NUMBERS` that is given is kept.
+    # 2. Several keys mean one number (`beta` has four); the first of `_NUMBERS` that is given is kept.
+    given = {**values, "trl.beta": section(values, "trl").get("beta")}
     for key, field in _NUMBERS.items():
-        if values.get(key) is None or field in found.settings:
+        if given.get(key) is None or field in found.settings:
             continue
         if field in reads:
-            found.set(field, number(values, key))
+            found.set(field, number(given, key))
         else:
             found.leave_out(key, f"rl: {name} does not read it")
     # 3. Their absence means TRL's defaults there, which are not those of this project.
@@ -105,7 +111,8 @@ def from_rl(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
 
 # Keys that a function below reads.
 _OWN = (
-    *("optimizer", "lr_scheduler", "cosine_min_lr_ratio", "bf16", "fp16", "bfloat16", "float16", "sample_packing"),
+    *("optimizer", "lr_scheduler", "cosine_min_lr_ratio", "lr_scheduler_kwargs", "excess_length_strategy"),
+    *("bf16", "fp16", "bfloat16", "float16", "sample_packing"),
     *("gradient_accumulation_steps", "batch_size", "gradient_checkpointing", "val_set_size", "deepspeed", "fsdp"),
     *("fsdp_config", "fsdp_version", "eval_steps", "save_steps", "adapter", "lora_target_linear"),
     *RL_KEYS,
@@ -143,7 +150,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     if not has_chats and values.get("sample_packing"):  # rows are always filled; documents do not see each other
         found.set("reset_attention_mask", True)
         found.set("reset_position_ids", True)
-    _optimizer(found, values)
+    _optimizer(found, values, dp)
     _learning_rate(found, values)
     _precision(found, values)
     _intervals(found, values)
@@ -151,6 +158,8 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     # 3. Last, for what no key has set: absent keys mean Axolotl's defaults, and not ours.
     for name, value in ABSENT.items():
         found.set_default(name, value)
+    if found.settings.get("dataset_type") == "chat" and values.get("excess_length_strategy") != "truncate":
+        found.leave_out("excess_length_strategy", TOO_LONG)
     return found
 
 
@@ -163,15 +172,17 @@ def _numeric(key: str, value: Any) -> Any:
 
 
 def _model(found: Imported, folder: Path) -> None:
-    """The folder of the model to start from: as it is named, from here or from the folder of the config."""
+    """The model to start from: a folder, from here or from that of the config, or a name of the hub."""
     name = found.settings.get("load_hf")
     if name is None:
         return
     here = next((path for path in (Path(name), folder / name) if is_folder(path)), None)
     if here is not None:
         found.set("load_hf", str(here))
+    elif hub_name(name) is not None:
+        found.leave_out("base_model", f"{name} is not a folder here, so a run downloads it from Hugging Face's hub")
     else:
-        found.leave_out("base_model", f"{name} is not a folder here; download it, and add --load-hf FOLDER")
+        found.leave_out("base_model", f"{name} is not a folder here, and no name of a hub; add --load-hf FOLDER")
 
 
 def is_folder(path: Path) -> bool:
@@ -281,7 +292,7 @@ def _held_out(found: Imported, values: Mapping[str, Any]) -> None:
         found.set("split", "1,0,0")
 
 
-def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
+def _optimizer(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
     name = text(values, "optimizer", "adamw_torch_fused").removeprefix("OptimizerNames.").lower()
     # Names are optimizer_implementation, such as paged_adamw_8bit: only the optimizer changes what is trained.
     kind = name.removeprefix("paged_").split("_")[0]
@@ -292,6 +303,27 @@ def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
         found.leave_out("optimizer", f"{name}: optimizer states are in fp32, which is more exact")
     if found.settings["optimizer"] == "sgd":
         found.set("sgd_momentum", 0.0)  # Hugging Face's Trainer gives sgd none
+    if found.settings["optimizer"] == "muon":
+        _muon(found, values, dp)
+
+
+def _muon(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
+    """Muon, of which Axolotl has two: one for a single process, and one for several."""
+    sizes = ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size")
+    is_several = max(dp or 1, *(number(values, key) or 1 for key in sizes)) > 1
+    # Betas are handed on as a pair: one alone is not read.
+    betas = [key for key in ("adam_beta1", "adam_beta2") if values.get(key) is not None]
+    if len(betas) == 1:
+        del found.settings[betas[0]]
+        found.leave_out(betas[0], "Axolotl's Muon reads both betas, or none")
+    for name, value in (SEVERAL_MUON if is_several else MUON).items():
+        found.set_default(name, value)
+    if not is_several:
+        found.warn("optimizer", "norms and biases learn, by adam; Axolotl's Muon of one process leaves them out")
+    elif found.settings.get("weight_decay"):
+        found.warn("weight_decay", "that of embeddings, too; Axolotl's Muon of several processes leaves them out")
+    if dp is None:
+        found.leave_out("optimizer", "the Muon of several processes has other numbers: import again with --dp N")
 
 
 def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
@@ -303,13 +335,14 @@ def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
             "lr_scheduler",
             f"{decay} is not there, and the learning rate stays constant; --lr-decay-style has cosine, linear and WSD",
         )
-    # The end of the decay is 0 in transformers' schedules; a ratio is read there for the cosine alone.
-    ratio, peak = number(values, "cosine_min_lr_ratio"), found.settings.get("lr")
-    found.set("min_lr", 0.0)
-    if ratio is not None and peak is not None and DECAYS.get(decay) == "cosine":
-        found.set("min_lr", ratio * peak)
+    _end_of_decay(found, values, decay)
     # Warm-up has one length here. The default of 3 % has a bound in steps, so it needs the length of the run.
-    if "lr_warmup_iters" in found.settings:
+    if decay == "constant":
+        if {"lr_warmup_iters", "lr_warmup_fraction"} & found.settings.keys():
+            found.leave_out("warmup_steps", "lr_scheduler: constant has no warm-up there; constant_with_warmup has")
+        found.settings.pop("lr_warmup_fraction", None)
+        found.set("lr_warmup_iters", 0)
+    elif "lr_warmup_iters" in found.settings:
         found.settings.pop("lr_warmup_fraction", None)  # Hugging Face's Trainer lets the steps win
     elif "lr_warmup_fraction" not in found.settings:
         if (run := found.settings.get("train_iters")) is not None:
@@ -319,14 +352,34 @@ def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
             found.leave_out("warmup_steps", "it is absent, which means 3 % of the run there, but at most 100 steps")
 
 
+def _end_of_decay(found: Imported, values: Mapping[str, Any], decay: str) -> None:
+    """Learning rate that the decay ends with: 0 in transformers' schedules, except for two forms of the cosine."""
+    peak, options = found.settings.get("lr"), section(values, "lr_scheduler_kwargs")
+    least = number(options, "min_lr") if decay == "cosine_with_min_lr" else None
+    ratio = {
+        "cosine": number(values, "cosine_min_lr_ratio"),
+        "cosine_with_min_lr": number(options, "min_lr_rate"),
+    }.get(decay)
+    if least is None and ratio is not None and peak is not None:
+        least = ratio * peak
+    found.set("min_lr", least or 0.0)
+    read = ("min_lr", "min_lr_rate") if decay == "cosine_with_min_lr" else ()
+    for key in options.keys() - set(read):
+        found.warn(f"lr_scheduler_kwargs.{key}", "it is not there")
+
+
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:
     """Precision; where nothing is said, Axolotl takes bf16 on a device that has it."""
-    # Each precision has a short and a long key; Axolotl's "auto" and its default are bf16 on a GPU that has it.
-    bf16 = values.get("bf16") if values.get("bf16") is not None else values.get("bfloat16")
-    if is_on(values.get("fp16")) or is_on(values.get("float16")):
-        found.set_grad_scaler()
-    elif is_on(bf16) or bf16 in ("full", "auto") or (bf16 is None and not is_on(values.get("float32"))):
+    # "auto", Axolotl's default, is bf16 on a GPU that has it, unless fp16 is asked for. Of both, bf16 comes first.
+    bf16, fp16 = values.get("bf16"), is_on(values.get("fp16"))
+    is_auto = bf16 in (None, "auto")
+    if is_on(bf16) or bf16 == "full" or is_on(values.get("bfloat16")) or (is_auto and not fp16):
         found.set("bf16", True)
+        for key in ("float32", "float16"):
+            if is_on(values.get(key)):
+                found.leave_out(key, "bf16 comes first there, also by its default, auto")
+    elif fp16 or is_on(values.get("float16")):
+        found.set_grad_scaler()
     else:
         found.set("bf16", False)
     # Values that are no switch name where saved activations are kept meanwhile.
@@ -353,14 +406,13 @@ def _intervals(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
     """ZeRO, from the DeepSpeed file that the config names, or from FSDP."""
-    # 1. A DeepSpeed file, whose path may be relative to the config. Its other sections mostly say "auto", which is
-    # filled in from the config's own keys, so only that of ZeRO is read.
+    # 1. A DeepSpeed file, whose path may be relative to the config.
     if values.get("deepspeed"):
         path = Path(text(values, "deepspeed"))
         path = next((each for each in (path, folder / path, folder / path.name) if is_file(each)), path)
         try:
-            zero = section(read_object(path, is_yaml=False), "zero_optimization")
-            shared = from_deepspeed({"zero_optimization": zero}).settings
+            given = read_object(path, is_yaml=False)
+            shared = from_deepspeed({"zero_optimization": section(given, "zero_optimization")}).settings
         except UserError:
             found.leave_out("deepspeed", f"{path} cannot be read; name its stage with --zero-stage")
             return
@@ -368,9 +420,24 @@ def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
         for name in kept:
             if name in shared:
                 found.set(name, shared[name])
+        _of_deepspeed(found, given, path.name)
     # 2. FSDP, which is ZeRO under other names.
     elif values.get("fsdp") or values.get("fsdp_config"):
         fsdp(found, shown(values.get("fsdp") or ""), section(values, "fsdp_config"))
+
+
+def _of_deepspeed(found: Imported, given: Mapping[str, Any], name: str) -> None:
+    """What else a DeepSpeed file decides. Most of it says "auto", which the config's own keys fill in."""
+    # Clipping is DeepSpeed's there: max_grad_norm reaches it only in the place of "auto".
+    if given.get("gradient_clipping") is None:
+        found.set("clip_grad", 1.0)
+        found.warn(f"{name}: gradient_clipping", f"max_grad_norm does not take its place; {OLDER_CLIPPING}")
+    # These sections replace the config's own optimizer and schedule; of adam only what they leave to DeepSpeed.
+    for key, own in {"optimizer": "optimizer", "scheduler": "lr_scheduler"}.items():
+        kind, params = text(section(given, key), "type"), section(section(given, key), "params")
+        is_adam = kind.lower() in ("adam", "adamw") and found.settings["optimizer"] == "adam"
+        if kind and not (is_adam and {"lr", "betas", "eps", "weight_decay"} <= params.keys()):
+            found.warn(f"{name}: {key}", f"{kind} takes the place of {own} there; megatronish from-deepspeed reads it")
 
 
 def fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:

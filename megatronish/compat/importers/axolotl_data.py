@@ -1,15 +1,15 @@
 """Keys of Axolotl's config.yml, and its data sets: chats, texts and preferences as flags of --dataset-type chat.
 
-A file that is here is named as it is found; any other path is kept as it is written, and listed: a run that does not
-find it either says so.
+A file that is here is named as it is found, and a name of Hugging Face's hub as it is written, for a run that downloads
+it. Both that name and any other path that is not here are listed.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatronish.compat.importers.imported import Imported, Rule, dropped, field, text
+from megatronish.compat.importers.imported import NOT_THERE, SPEED, Imported, Rule, dropped, field, text
+from megatronish.config.hub import hub_name
 from megatronish.core.foreign import shown
 
 FORMATS = {"chat_template": "auto", "alpaca": "alpaca", "sharegpt": "sharegpt", "alpaca_chat": "alpaca"}
@@ -185,17 +185,17 @@ def _has_lines(each: Any, folder: Path) -> bool:
 
 
 def files_of(found: Imported, sets: list[Any], folder: Path, *, key: str, field: str = "data_path") -> None:
-    """Paths of files of JSON lines, and names of the Hub as they are."""
+    """Paths of files of JSON lines, and names of the hub as they are."""
     paths = []
     for index, each in enumerate(sets):
-        # A path that is not here may be a name of the Hub, org/name, which a run downloads; any other would be refused
+        # A path that is not here may be a name of the hub, org/name, which a run downloads; any other would be refused
         # at its start, so it is listed and not set.
         name = _path_of(each)
-        here = _here(name, folder)
+        here, is_name = _here(name, folder), hub_name(name) is not None
         if here is None:
-            reason = f"{name} is not a file here; save it as JSON lines, and name it with --data-path"
-            found.leave_out(f"{key}[{index}].path", reason)
-        if here is not None or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            told = "so a run downloads its JSON lines from Hugging Face's hub" if is_name else NO_FILE
+            found.leave_out(f"{key}[{index}].path", f"{name} is not a file here, {told}")
+        if here is not None or is_name:
             paths.append(name if here is None else str(here))
         files = _list(each.get("data_files")) if isinstance(each, dict) else []
         if len(files) > 1:
@@ -204,8 +204,8 @@ def files_of(found: Imported, sets: list[Any], folder: Path, *, key: str, field:
         found.set(field, tuple(paths))
 
 
+NO_FILE = "and no name of a hub; name JSON lines with --data-path"
 CHECKPOINTS = dropped("every checkpoint loads in every layout")
-SPEED = dropped("it changes speed and memory alone")
 FUSED = dropped("which kernels are used is decided at run time")
 EPOCHS = dropped("intervals are in steps; use --eval-interval and --save-interval")
 LORA = dropped("it is not there for adapters")
@@ -214,8 +214,8 @@ QUANTISED_ALONE = "only the base of adapters is quantised; add --adapter-type lo
 CHATS = dropped("name chats with --dataset-type chat --data-path FILE, and their template with --chat-template")
 PREFERENCES = dropped("rewards are not learned, and nothing is generated in training")
 FITTING = dropped("chats are packed, and one that is longer than a row is cut")
+TOO_LONG = "a chat that is longer than a row is cut; Axolotl leaves it out, except with truncate"
 HUB = dropped("nothing is uploaded or downloaded")
-NOT_THERE = dropped("it is not there")
 DATA = dropped("make .bin/.idx files with tools/preprocess_data.py, and name them with --data-path")
 MODEL = dropped("the files of the model say it")
 PLUGINS = dropped("Axolotl's plug-ins are its own classes; here a plug-in is a file given with --plugin")
@@ -260,7 +260,7 @@ RULES: dict[str, Rule] = {
         ("chat_template", "chat_template_jinja", "train_on_inputs", "roles_to_train", "train_on_eos"), CHATS
     ),
     **dict.fromkeys(("trl", "reward_model", "process_reward_model", "dpo_use_weighting"), PREFERENCES),
-    **dict.fromkeys(("group_by_length", "excess_length_strategy"), FITTING),
+    "group_by_length": FITTING,
     **dict.fromkeys(
         (
             *("base_model_config", "model_type", "tokenizer_type", "tokenizer_config", "trust_remote_code"),
@@ -293,7 +293,6 @@ RULES: dict[str, Rule] = {
             *("early_stopping_patience", "neftune_noise_alpha", "unfrozen_parameters", "loss_watchdog_threshold"),
             *("loss_watchdog_patience", "lr_groups", "embedding_lr", "embedding_lr_scale", "rope_scaling", "debug"),
             *(
-                "lr_scheduler_kwargs",
                 "optim_args",
                 "optim_target_modules",
                 "eval_sample_packing",
@@ -314,6 +313,25 @@ ABSENT: dict[str, float] = {
     "seed": 42,
 }
 """What keys mean that are absent: the defaults of Axolotl, and of the Trainer of transformers, which it calls."""
+MUON: dict[str, float | bool | str] = {
+    "muon_momentum": 0.95,
+    "muon_nesterov": True,
+    "muon_num_ns_steps": 5,
+    "muon_coefficient_type": "simple",
+    "muon_scale_mode": "spectral",
+    "muon_extra_scale_factor": 0.2,
+    "adam_beta1": 0.95,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-8,
+}
+SEVERAL_MUON = MUON | {
+    "muon_nesterov": False,
+    "muon_coefficient_type": "quintic",
+    "muon_scale_mode": "unit_rms_norm",
+    "muon_extra_scale_factor": 1.0,
+    "adam_beta1": 0.9,
+}
+"""Numbers of Axolotl's two Muons, of one process and of several, that no key names."""
 PEFT = {"lora_rank": 8, "lora_alpha": 8.0, "lora_dropout": 0.0}
 PEFT_TARGETS = ["q_proj", "v_proj"]
 """The same of PEFT's LoRA in Llama and its relatives."""

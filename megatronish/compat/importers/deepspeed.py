@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatronish.compat.importers.deepspeed_optimizer import EXACT, optimizer, scheduler
 from megatronish.compat.importers.imported import (
-    AUTO,
+    NOT_THERE,
+    SPEED,
     Imported,
     Rule,
     apply,
@@ -13,11 +15,10 @@ from megatronish.compat.importers.imported import (
     number,
     section,
     text,
-    whole,
 )
 from megatronish.config.fields import FIELDS
 from megatronish.core.errors import UserError
-from megatronish.core.foreign import is_finite, shown
+from megatronish.core.foreign import shown
 
 
 def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Imported:
@@ -25,13 +26,17 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
     # 1. Keys whose value alone decides. Sections, and numbers that belong together, are read by functions of their own.
     found = Imported()
     inner = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "compile")
-    others = (*inner, "bfloat16", "tensorboard", "wandb", "tensor_parallel", "gradient_accumulation_steps")
+    others = (
+        *(*inner, "bfloat16", "torch_autocast", "tensorboard", "wandb", "tensor_parallel"),
+        *("gradient_accumulation_steps", "gradient_allreduce_op"),
+    )
     apply(found, {key: value for key, value in values.items() if key not in others}, TOP)
     # 2. The order counts: the batch needs the sizes above, and the scheduler replaces the optimizer's learning rate.
     _batch(found, values, dp)
-    _optimizer(found, section(values, "optimizer"))
-    _scheduler(found, section(values, "scheduler"))
+    optimizer(found, section(values, "optimizer"))
+    scheduler(found, section(values, "scheduler"))
     _precision(found, values)
+    _autocast(found, section(values, "torch_autocast"))
     _zero(found, section(values, "zero_optimization"))
     _activations(found, section(values, "activation_checkpointing"))
     _compile(found, section(values, "compile"))
@@ -40,6 +45,8 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
         found.set("cp_comm_type", "a2a")  # DeepSpeed's Ulysses
     if "tensor_parallel" in values:
         apply(found, section(values, "tensor_parallel"), {"autotp_size": field("tensor_model_parallel_size")})
+    if text(values, "gradient_allreduce_op", "mean").lower() != "mean":
+        found.warn("gradient_allreduce_op", "gradients are the mean over all ranks, and not their sum")
     # 3. Last, when all is set that the file says: absence means something else there than here.
     _absent(found, values)
     return found
@@ -49,15 +56,22 @@ def _absent(found: Imported, values: Mapping[str, Any]) -> None:
     """What a key that is not there means in DeepSpeed, where it means something else here; "auto" says nothing."""
     # "auto" is no absence: the program that starts the run fills it in, so no default of DeepSpeed's may take its
     # place.
-    is_auto = {key for key, value in values.items() if value == "auto"}
-    if "gradient_clipping" not in is_auto:
-        found.set_default("clip_grad", 0.0)
+    if values.get("gradient_clipping") is None:
+        found.set_default("clip_grad", 1.0)
+        found.warn("gradient_clipping", OLDER_CLIPPING)
     zero = section(values, "zero_optimization")
     if zero.get("stage") != "auto":
         found.set_default("zero_stage", 0)
-    asked = [section(values, key).get("enabled") for key in ("fp16", "bf16", "bfloat16")]
+    asked = [section(values, key).get("enabled") for key in ("fp16", _bf16(values), "torch_autocast")]
     if "auto" not in asked and True not in asked:
         found.set_default("bf16", False)
+    # Only the optimizers of ZeRO have the count of overflows: without ZeRO every overflow halves the scale.
+    if found.settings.get("zero_stage") == 0 and found.settings.get("hysteresis", 1) != 1:
+        found.set("hysteresis", 1)
+        if section(values, "fp16").get("hysteresis") is not None:
+            found.leave_out(
+                "fp16.hysteresis", "DeepSpeed does not read it without ZeRO; every overflow halves the scale"
+            )
     if "optimizer" not in found.settings and not values.get("optimizer"):
         found.leave_out(
             "optimizer", "there is none in the file; the program makes its own: give --optimizer, --lr, ..."
@@ -119,135 +133,15 @@ def _compile(found: Imported, values: Mapping[str, Any]) -> None:
         found.leave_out(f"compile.{key}", "layers are always compiled by inductor")
 
 
-def _optimizer(found: Imported, values: Mapping[str, Any]) -> None:
-    """Optimizer with what its absent parameters mean: the defaults of DeepSpeed's and torch's classes."""
-    if not values:
-        return
-    # 1. The kind. Weight decay of absent keys depends on `adam_w_mode`, so that is read before its key is popped.
-    kind, params = text(values, "type"), dict(section(values, "params"))
-    ours = OPTIMIZERS.get(kind.lower())
-    if ours is None:
-        found.warn(
-            "optimizer.type", f"{kind} is not there; this trains with adam (AdamW); --optimizer has sgd and muon"
-        )
-    found.set("optimizer", ours or "adam")
-    decay = _default_weight_decay(kind.lower(), params)
-    if params.pop("adam_w_mode", True) is False:
-        found.warn("optimizer.params.adam_w_mode", "adam is AdamW: weight decay is decoupled")
-    # 2. Parameters: the pair of betas is two fields here, all others have a rule each.
-    betas = params.pop("betas", None)
-    if isinstance(betas, list) and len(betas) == 2 and all(map(is_finite, betas)):
-        found.set("adam_beta1", betas[0])
-        found.set("adam_beta2", betas[1])
-    elif betas is not None and betas != "auto":
-        raise UserError(f"optimizer.params.betas={shown(betas)} must be two numbers; correct the file")
-    elif betas == "auto":
-        found.leave_out("optimizer.params.betas", f"{AUTO}, as --adam-beta1 and --adam-beta2")
-    apply(found, params, ADAM, within="optimizer.params.")
-    # The rules list these as left out; where they are not at their default they change what is trained, which is a
-    # warning.
-    for key in ("amsgrad", "nesterov", "bias_correction"):
-        if params.get(key) not in (None, key == "bias_correction"):
-            found.left_out.pop(f"optimizer.params.{key}", None)
-            found.warn(f"optimizer.params.{key}", f"{shown(params[key])} is not there")
-    # 3. The defaults of the optimizer's class, except for what is "auto".
-    absent = DEFAULTS[ours or "adam"] | {"weight_decay": decay}
-    is_auto = {rule.field for key, rule in ADAM.items() if params.get(key) == "auto"}
-    is_auto |= {"adam_beta1", "adam_beta2"} if betas == "auto" else set()
-    for name, value in absent.items():
-        if name not in is_auto:
-            found.set_default(name, value)
-
-
-def _default_weight_decay(kind: str, params: Mapping[str, Any]) -> float:
-    """Weight decay of an optimizer that names none: 0, except for PyTorch's own AdamW."""
-    is_adamw = kind == "adamw" or (kind == "adam" and params.get("adam_w_mode", True) is not False)
-    return 0.01 if is_adamw and params.get("torch_adam") is True else 0.0
-
-
-def _scheduler(found: Imported, values: Mapping[str, Any]) -> None:
-    """Learning rate over the steps; without a scheduler it stays as it is."""
-    # 1. The shape of the curve. Where DeepSpeed has no scheduler, the rate is constant from the first step, without
-    # warm-up.
-    kind, params = text(values, "type"), section(values, "params")
-    style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(kind)
-    if style is None:
-        found.set("lr_decay_style", "constant")
-        found.set("lr_warmup_iters", 0)
-        if not values:
-            found.leave_out(
-                "scheduler", "there is none in the file, so the learning rate stays; a program may make one"
-            )
-        else:
-            found.warn(
-                "scheduler",
-                f"{kind} is not there, and the learning rate stays constant; --lr-decay-style has linear, cosine, "
-                "inverse-square-root and WSD",
-            )
-        return
-    found.set("lr_decay_style", style)
-    # 2. Peak and warm-up. What is "auto" is listed, and nothing is assumed in its place.
-    for key, value in params.items():
-        if value == "auto":
-            flag = SCHEDULER_FLAGS.get(key)
-            found.leave_out(f"scheduler.params.{key}", f"{AUTO}, as {flag}" if flag else AUTO)
-    _peak(found, params, style)
-    if params.get("warmup_num_steps") != "auto":
-        warmup = number(params, "warmup_num_steps")
-        steps = DEFAULT_WARMUP_STEPS if warmup is None else whole(warmup, "scheduler.params.warmup_num_steps")
-        found.set("lr_warmup_iters", steps)
-        if steps and params.get("warmup_type", "log") != "linear":
-            found.warn("scheduler.params.warmup_type", "log, DeepSpeed's default, is not there: warm-up is linear")
-    # 3. The length, which a constant rate does not need, and the ends of the curve, which may be ratios of the peak.
-    total = number(params, "total_num_steps")
-    if total is not None:
-        found.set("train_iters", whole(total, "scheduler.params.total_num_steps"))
-    elif style != "constant" and "total_num_steps" not in params:
-        found.leave_out("scheduler.params.total_num_steps", "give --train-iters")
-    _ends(found, params, style)
-
-
-def _ends(found: Imported, params: Mapping[str, Any], style: str) -> None:
-    """Learning rates that warm-up starts from, and that the decay ends with."""
-    peak = found.settings.get("lr")
-    if style == "cosine":
-        # The cosine is a factor of the optimizer's rate: its ratios are meant of the peak, and without a peak of
-        # nothing.
-        least, first = number(params, "cos_min_ratio"), number(params, "warmup_min_ratio")
-        if peak is not None and params.get("cos_min_ratio") != "auto":
-            found.set("min_lr", peak * (0.0001 if least is None else least))
-        if peak is not None and params.get("warmup_min_ratio") != "auto":
-            found.set("lr_warmup_init", peak * (first or 0.0))
-    # The other schedulers name rates, and not ratios.
-    elif params.get("warmup_min_lr") != "auto":
-        start = number(params, "warmup_min_lr") or 0.0
-        found.set("lr_warmup_init", start)
-        if style == "linear":
-            found.set("min_lr", start)  # the decay goes back to it
-
-
-def _peak(found: Imported, params: Mapping[str, Any], style: str) -> None:
-    """The learning rate after warm-up, by which DeepSpeed's schedulers except the cosine replace the optimizer's."""
-    peak = number(params, "warmup_max_lr")
-    # Absent, it is a number of DeepSpeed's own, which silently replaces the optimizer's: that deserves a warning.
-    if peak is None and style != "cosine" and "warmup_max_lr" not in params:
-        peak = DEFAULT_PEAK
-        if found.settings.get("lr", peak) != peak:
-            found.warn(
-                "optimizer.params.lr",
-                f"the scheduler replaces it by its warmup_max_lr, by default {peak:.15g}; name it",
-            )
-    if peak is not None:
-        found.set("lr", peak)
+def _bf16(values: Mapping[str, Any]) -> str:
+    """Name of the section of bf16: the older one is read where the newer one is not there."""
+    return "bfloat16" if values.get("bf16") is None else "bf16"
 
 
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:
-    # 1. bf16: `bfloat16` is the section's older name.
-    bf16 = section(values, "bf16") or section(values, "bfloat16")
-    if bf16:
-        apply(found, {"enabled": bf16.get("enabled")}, {"enabled": field("bf16")}, within="bf16.")
-        rest = {key: value for key, value in bf16.items() if key != "enabled"}
-        apply(found, rest, dict.fromkeys(rest, SPEED), within="bf16.")
+    # 1. bf16.
+    bf16 = section(values, _bf16(values))
+    apply(found, bf16, dict.fromkeys(bf16, SPEED) | BF16, within="bf16.")
     fp16 = section(values, "fp16")
     if not fp16:
         return
@@ -267,6 +161,22 @@ def _precision(found: Imported, values: Mapping[str, Any]) -> None:
     for name, value in FP16_DEFAULTS.items():
         if fp16.get(name) != "auto":
             found.set_default(name, value)
+
+
+def _autocast(found: Imported, values: Mapping[str, Any]) -> None:
+    """torch's autocast, whose weights are in fp32, as the masters are here."""
+    if values.get("enabled") is not True:
+        return
+    kind = text(values, "dtype").removeprefix("torch.")
+    if kind in ("bfloat16", "bf16"):
+        found.set("bf16", True)
+    elif kind in ("float16", "fp16", "half"):
+        found.set_grad_scaler()
+    else:
+        found.warn("torch_autocast.dtype", f"{kind or 'none'} is not there; add --bf16 or --fp16")
+    rest = values.keys() - {"enabled", "dtype"}
+    for key in sorted(rest):
+        found.leave_out(f"torch_autocast.{key}", "which operators are in low precision is fixed")
 
 
 def _zero(found: Imported, values: Mapping[str, Any]) -> None:
@@ -305,10 +215,7 @@ def _records(found: Imported, values: Mapping[str, Any]) -> None:
         apply(found, {key: value for key, value in wandb.items() if key != "enabled"}, names, within="wandb.")
 
 
-SPEED = dropped("it changes speed and memory alone")
-EXACT = dropped("rounding that saves messages is not there; the exact numbers are sent")
 LOGGED = dropped("the time of a step, throughput and memory are always logged")
-NOT_THERE = dropped("it is not there")
 
 TOP: dict[str, Rule] = {
     "train_batch_size": field("global_batch_size"),
@@ -346,48 +253,15 @@ TOP: dict[str, Rule] = {
     "communication_data_type": dropped("gradients are reduced in fp32; --grad-reduce-in-bf16 with --bf16 halves that"),
 }
 
-ADAM: dict[str, Rule] = {
-    "lr": field("lr"),
-    "eps": field("adam_eps"),
-    "weight_decay": field("weight_decay"),
-    "momentum": field("sgd_momentum"),
-    "torch_adam": dropped("there is one implementation"),
-    "bias_correction": dropped("Adam always corrects its bias"),
-    "freeze_step": EXACT,
-    "amsgrad": NOT_THERE,
-    "nesterov": NOT_THERE,
-}
-OPTIMIZERS = {
-    **dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam"), "adam"),
-    **{"sgd": "sgd", "muon": "muon"},
-}
-
-DEFAULTS: dict[str, dict[str, float | bool | str]] = {
-    "adam": {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8},
-    "sgd": {"lr": 1e-3, "sgd_momentum": 0.0},
-    "muon": {
-        "muon_momentum": 0.95,
-        "muon_nesterov": True,
-        "muon_scale_mode": "shape_scaling",
-        "muon_coefficient_type": "simple",
-    },
-}
-"""What parameters mean that an optimizer does not name."""
+OLDER_CLIPPING = "none given is 1.0 since DeepSpeed 0.19.3, and no clipping before: for that add --clip-grad 0"
 OF_ONE_RANK = "the global batch above is that of one data-parallel rank; import again with --dp N for N of them"
 
-SCHEDULER_FLAGS = {
-    "warmup_num_steps": "--lr-warmup-iters",
-    "warmup_max_lr": "--lr",
-    "warmup_min_lr": "--lr-warmup-init",
-    "warmup_min_ratio": "--lr-warmup-init",
-    "cos_min_ratio": "--min-lr",
-    "total_num_steps": "--lr-decay-iters",
+BF16: dict[str, Rule] = {
+    "enabled": field("bf16"),
+    "check_grad_overflow": dropped("gradients are always checked"),
+    "bf16_master_weights_and_grads": dropped("master weights and gradients are in fp32, more exactly"),
+    "bf16_optimizer_states": dropped("optimizer states are in fp32, more exactly"),
 }
-"""Flags to give where a parameter of the scheduler is "auto"."""
-
-DEFAULT_WARMUP_STEPS = 1000
-DEFAULT_PEAK = 0.001
-"""What DeepSpeed's documentation says of a scheduler that does not name its warmup_num_steps, or warmup_max_lr."""
 
 FP16: dict[str, Rule] = {
     "enabled": field("fp16"),
@@ -407,6 +281,7 @@ ZERO: dict[str, Rule] = {
     "overlap_comm": field("overlap_grad_reduce"),
     "reduce_bucket_size": field("ddp_bucket_size"),
     "cpu_offload": field("optimizer_cpu_offload"),
+    "cpu_offload_param": field("param_cpu_offload"),
     "stage3_gather_16bit_weights_on_model_save": dropped("tools/convert_checkpoint.py writes whole weights"),
     "gather_16bit_weights_on_model_save": dropped("tools/convert_checkpoint.py writes whole weights"),
     "zero_quantized_weights": EXACT,
@@ -418,6 +293,7 @@ ZERO: dict[str, Rule] = {
             *("allgather_partitions", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients"),
             *("round_robin_gradients", "sub_group_size", "ignore_unused_parameters", "legacy_stage1"),
             *(
+                "cpu_offload_use_pin_memory",
                 "elastic_checkpoint",
                 "load_from_fp32_weights",
                 "zero_hpz_partition_size",

@@ -98,6 +98,8 @@ def dropped(reason: str) -> Rule:
 
 AUTO = "auto is filled in by the program that starts the run; give the value here"
 UNKNOWN = "it is not known here"
+SPEED = dropped("it changes speed and memory alone")
+NOT_THERE = dropped("it is not there")
 
 
 def apply(found: Imported, values: Mapping[str, Any], rules: Mapping[str, Rule], *, within: str = "") -> None:

@@ -31,6 +31,7 @@ class Known(NamedTuple):
     replaces: str = ""  # value of its fields that `settings` replace, of a flag that is done otherwise
     family: str = ""  # name of the `Family` that it belongs to
     why_harmless: str = "it asks for what is done anyway"
+    note: str = ""  # what a run says of a flag that means a field, where a script may mean something else by it
 
 
 def by_value(text: str, values: Mapping[str, Pairs], *, harmless: tuple[str, ...] = ()) -> Known:
@@ -250,9 +251,9 @@ def means(field: str, value: str) -> Known:
     return Known("means", f"--{field.replace('_', '-')} {value}", settings=((field, value),))
 
 
-def renamed(field: str) -> Known:
+def renamed(field: str, *, note: str = "") -> Known:
     """Flag whose value is the value of a field of another name."""
-    return Known("means", f"--{field.replace('_', '-')}", 1, settings=((field, GIVEN),))
+    return Known("means", f"--{field.replace('_', '-')}", 1, settings=((field, GIVEN),), note=note)
 
 
 def idle(text: str, num_values: int | None = 0) -> Known:

@@ -120,7 +120,13 @@ MODEL: dict[str, Known] = {
         "the range of YaRN's correction is rounded to whole dimensions, as in Hugging Face's models; leave it out"
     ),
     "mrope-section": refused("multimodal RoPE is not there; leave it out, or use --position-embedding-type rope", None),
-    "sliding-window": renamed("window_size"),  # Pai-Megatron-Patch's, with the meaning of Hugging Face's sliding_window
+    # Pai-Megatron-Patch's, with the meaning of Hugging Face's sliding_window. Some of its models hand (N, 0) to a
+    # kernel that counts the tokens before, so there a token sees one more.
+    "sliding-window": renamed(
+        "window_size",
+        note="a token sees so many tokens with itself, as in Hugging Face's models; some models of Pai-Megatron-Patch "
+        "let it see one more: add 1 to continue one of these",
+    ),
     "layernorm-epsilon": renamed("norm_epsilon"),
     "layernorm-zero-centered-gamma": means("apply_layernorm_1p", "true"),
     "add-bias-linear": means("disable_bias_linear", "false"),
