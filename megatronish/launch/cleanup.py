@@ -17,8 +17,11 @@ from megatronish.core.errors import UserError
 
 MEETING, RINGS = "megatronish-meet-", "megatronish-rings-"
 LOCK = ".lock"
-FEWEST_SECONDS = 60.0
-"""Age from which a folder without a lock is a leftover: its maker is about to lock it before."""
+FEWEST_SECONDS, OF_THE_DEAD = 60.0, 1.0
+"""Age from which a folder without a lock is a leftover: its maker is about to lock it before; and if that is not there.
+
+A maker in another container is not seen from here, so that its folder has a second in any case.
+"""
 
 
 @contextmanager
@@ -28,7 +31,7 @@ def meeting_folder() -> Iterator[str]:
     try:
         temporary = tempfile.gettempdir()
         remove_leftovers(Path(temporary))
-        made = tempfile.TemporaryDirectory(prefix=MEETING, ignore_cleanup_errors=True)
+        made = tempfile.TemporaryDirectory(prefix=f"{MEETING}{os.getpid()}-", ignore_cleanup_errors=True)
     except OSError as error:
         raise UserError(
             f"ranks meet in a folder of the temporary directory, and none can be made in {temporary}: "
@@ -54,7 +57,8 @@ def _is_left(folder: Path) -> bool:
     if not folder.name.startswith(MEETING):
         return False
     if not (folder / LOCK).exists():
-        return time.time() - folder.stat().st_mtime > FEWEST_SECONDS
+        maker = folder.name.removeprefix(MEETING).partition("-")[0]
+        return time.time() - folder.stat().st_mtime > (FEWEST_SECONDS if _is_alive(maker) else OF_THE_DEAD)
     with (folder / LOCK).open("r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,12 +68,12 @@ def _is_left(folder: Path) -> bool:
 
 
 def _is_alive(process: str) -> bool:
-    """Whether the process that the rings are named by lives."""
+    """Whether the process that a folder is named by lives; of another name it may."""
     if not process.isdecimal():
         return True
     try:
         os.kill(int(process), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass

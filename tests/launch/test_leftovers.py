@@ -2,6 +2,9 @@
 
 import os
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,3 +82,14 @@ def test_a_folder_that_another_user_has_prepared_is_not_written_to(tmp_path: Pat
     assert victim.read_text() == "precious"
     SharedRing(tmp_path / "megatronish-rings-3" / "ring_0")
     assert stat.S_IMODE((tmp_path / "megatronish-rings-3").stat().st_mode) == 0o700
+
+
+def test_a_folder_whose_maker_was_killed_before_it_locked_it_goes_at_once(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    of_the_dead, of_mine = tmp_path / f"{MEETING}{process.pid}-ab", tmp_path / f"{MEETING}{os.getpid()}-ab"
+    for folder in (of_the_dead, of_mine):
+        folder.mkdir()
+        os.utime(folder, (time.time() - 2, time.time() - 2))
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == {of_mine.name}
