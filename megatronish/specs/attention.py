@@ -87,6 +87,23 @@ class AttentionSpec:
     """Queries and keys are turned, in a model with RoPE."""
     softmax: SoftmaxType = "vanilla"
 
+    @classmethod
+    def of(cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True) -> "AttentionSpec":
+        """Attention as the options of a config describe it, with window and RoPE or without."""
+        return cls(
+            num_heads=model.num_attention_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_size=model.head_size,
+            window=model.window_size if windowed else None,
+            qk_norm=model.qk_layernorm,
+            norm_across_heads=model.qk_layernorm_across_heads,
+            clip=model.clip_qkv,
+            qkv_bias=model.qkv_bias,
+            out_bias=model.attention_bias,
+            rotary=rotary,
+            softmax=model.softmax_type,
+        )
+
     @property
     def sections(self) -> dict[str, int]:
         """Features of all queries, all keys and all values: the sections of the qkv projection."""

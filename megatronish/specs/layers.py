@@ -173,19 +173,7 @@ class LayerSpec:
     ) -> "LayerSpec":
         """A layer as the options of a config describe it, with window, RoPE and experts or without."""
         return cls(
-            AttentionSpec(
-                num_heads=model.num_attention_heads,
-                num_kv_heads=model.num_kv_heads,
-                head_size=model.head_size,
-                window=model.window_size if windowed else None,
-                qk_norm=model.qk_layernorm,
-                norm_across_heads=model.qk_layernorm_across_heads,
-                clip=model.clip_qkv,
-                qkv_bias=model.qkv_bias,
-                out_bias=model.attention_bias,
-                rotary=rotary,
-                softmax=model.softmax_type,
-            ),
+            AttentionSpec.of(model, windowed=windowed, rotary=rotary),
             _experts(model) if experts else MLPSpec.of(model),
         )
 

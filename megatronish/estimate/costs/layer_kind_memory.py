@@ -217,7 +217,7 @@ class LayerMemory:
     @cached_property
     def usual_attention(self) -> AttentionSpec:
         """Attention as the options of the config describe it, for layers of a plug-in that do not say."""
-        return LayerSpec.of(self.config.model).attention
+        return AttentionSpec.of(self.config.model)
 
     def _per_rank(self, count: Count) -> int:
         return count.per_rank(self.tp, sequence_parallel=self.cuts_sequence, experts=self.tp // self.etp)
