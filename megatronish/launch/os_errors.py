@@ -78,7 +78,7 @@ def mishap(error: BaseException) -> str | None:
         name = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
         if error.errno in OF_WRITING:
             place = Path(os.fsdecode(error.filename)).parent if isinstance(error.filename, str | bytes) else None
-            remedy = f"{remedy_of_writing(error, place)}, and start again; training goes on from its newest checkpoint"
+            remedy = f"{remedy_of_writing(error, place)}, and start again; training resumes from its newest checkpoint"
         else:
             remedy = REMEDIES[error.errno]
         return f"{name}{error.strerror or errno.errorcode[error.errno]}; {remedy}"

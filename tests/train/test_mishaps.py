@@ -170,7 +170,7 @@ def test_too_little_memory_is_a_sentence(tmp_path: Path) -> None:
 def test_mishaps_have_remedies_and_bugs_keep_their_tracebacks() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/data/x")
     assert mishap(full) == (
-        "/data/x: No space left on device; free space there, and start again; training goes on from its newest "
+        "/data/x: No space left on device; free space there, and start again; training resumes from its newest "
         "checkpoint"
     )
     assert mishap(MemoryError()) is not None
@@ -190,7 +190,7 @@ def test_the_first_file_beyond_a_limit_of_sizes_is_named_with_the_limit(tmp_path
     assert ended.status == 1
     assert ended.errors.endswith(
         f"{run}/config.toml: File too large; raise the limit on the size of a file (ulimit -f unlimited), and start "
-        "again; training goes on from its newest checkpoint\n"
+        "again; training resumes from its newest checkpoint\n"
     )
     assert not list(run.glob("config.*"))
 
