@@ -80,7 +80,7 @@ def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_ch
             return [Tile(whole, whole, "causal")]
         return [Tile(whole, front, "everything") if source < rank else Tile(back, whole, "everything")]
     # A query's own chunk first: its diagonal makes the log-sum-exp finite, and later tiles may be masked whole for it.
-    found = [
+    tiles = [
         Tile(queries, keys, mask.between(query_places, key_places), query_places.start, key_places.start)
         for queries, query_places, key_chunks in (
             (front, mine.front, ((front, theirs.front), (back, theirs.back))),
@@ -88,7 +88,7 @@ def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_ch
         )
         for keys, key_places in key_chunks
     ]
-    return [each for each in found if each.block_mask != "nothing"]
+    return [each for each in tiles if each.block_mask != "nothing"]
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,6 @@ class _SinkAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        found = tile.backward(grads[0], q, out, lse, k, v, tile_mask=ctx.tile_mask)
+        gradients = tile.backward(grads[0], q, out, lse, k, v, tile_mask=ctx.tile_mask)
         dsinks = gradient_of_sinks(grads[0], out, lse, sinks) if ctx.needs_input_grad[3] else None
-        return found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype), dsinks, None
+        return gradients.q.to(q.dtype), gradients.k.to(k.dtype), gradients.v.to(v.dtype), dsinks, None

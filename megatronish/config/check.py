@@ -84,10 +84,10 @@ def problems(config: Config, *, invalid: Collection[str] = ()) -> list[str]:
     Fields in `invalid` have a complaint already: they are skipped here, with the rules that read them.
     """
     missing = _missing(config, invalid=invalid)
-    found = missing | _out_of_range(config, invalid={*invalid, *missing})
-    without = {*invalid, *found}
+    complaint_by_field = missing | _out_of_range(config, invalid={*invalid, *missing})
+    without = {*invalid, *complaint_by_field}
     complaints = (rule.complaint(config) for rule in RULES if without.isdisjoint(rule.fields))
-    return [*found.values(), *filter(None, complaints)]
+    return [*complaint_by_field.values(), *filter(None, complaints)]
 
 
 def absurd_size(model: ModelConfig, *, vocab_size: int, seq_length: int) -> str | None:
@@ -108,15 +108,15 @@ def absurd_size(model: ModelConfig, *, vocab_size: int, seq_length: int) -> str 
 def _missing(config: Config, *, invalid: Collection[str]) -> dict[str, str]:
     """{field: complaint} of required fields that are not given."""
     values, keep = read_fields(config), config.checkpoint
-    found = {}
+    complaint_by_field = {}
     for name, field in FIELDS.items():
         if REQUIRED not in field.marks or name in invalid or values[name] not in (None, field.default):
             continue
         remedy = f"set it in [{field.section}] of the config file, or add {field.flag}"
         if keep.load is not None and not keep.use_checkpoint_args and name in (*vars(config.model), "seq_length"):
             remedy = f"add --use-checkpoint-args, which takes it from --load {keep.load}, or {field.flag}"
-        found[name] = f"{name} is not given; {remedy}"
-    return found
+        complaint_by_field[name] = f"{name} is not given; {remedy}"
+    return complaint_by_field
 
 
 def _out_of_range(config: Config, *, invalid: Collection[str]) -> dict[str, str]:

@@ -200,7 +200,7 @@ def with_passwords(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting],
 
     A run keeps no password (errors.py). For a store, fsspec reads FSSPEC_<PROTOCOL>_PASSWORD.
     """
-    found, problems = dict(settings), []
+    completed, problems = dict(settings), []
     for name, setting in settings.items():
         if name in VERBATIM or not any(STARS in value and ("://" in value or "=" in value) for value in setting.values):
             continue
@@ -208,11 +208,11 @@ def with_passwords(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting],
         variable = f"FSSPEC_{protocol}_PASSWORD"
         if variable in os.environ and f":{STARS}@" in setting.values[0]:
             values = tuple(value.replace(f":{STARS}@", "@") for value in setting.values)
-            found[name] = setting._replace(values=values)
+            completed[name] = setting._replace(values=values)
             continue
         remedy = f", or set {variable}" if f":{STARS}@" in setting.values[0] else ""
         problems.append(
             f"{setting.spelled}: {STARS} stands for a password, which is not kept in files; give it again with "
             f"{FIELDS[name].flag}{remedy}"
         )
-    return found, problems
+    return completed, problems

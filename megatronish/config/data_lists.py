@@ -39,7 +39,7 @@ def splits_of_file(path: str) -> Lists:
         raise ValueError(f"{path} is not JSON ({error}); write {{'train': [PREFIX], 'valid': [PREFIX]}}") from None
     if not isinstance(entries, dict) or not set(entries) <= set(SPLITS):
         raise ValueError(f"{path} must hold lists named train, valid and test, and nothing else")
-    found: Lists = []
+    lists: Lists = []
     for split, words in entries.items():
         words = words.split() if isinstance(words, str) else [] if words is None else words
         if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
@@ -47,8 +47,8 @@ def splits_of_file(path: str) -> Lists:
                 f"{path} must hold lists named train, valid and test of weights and prefixes; {split} is {shown(words)}"
             )
         if words:
-            found.append((SPLITS[split], tuple(map(str, words))))
-    return found
+            lists.append((SPLITS[split], tuple(map(str, words))))
+    return lists
 
 
 def weighted_splits(text: str, *, split: str) -> Lists:
@@ -63,12 +63,12 @@ def weighted_splits(text: str, *, split: str) -> Lists:
             groups.append([])
         if not entry:
             continue
-        found = _ENTRY.fullmatch(entry)
-        if found is None:
+        match = _ENTRY.fullmatch(entry)
+        if match is None:
             raise ValueError(
                 f"{entry!r} must be WEIGHT START:END PREFIX, as in 'train: 0.3 0:1 PREFIX, 0.7 0:1 PREFIX'"
             )
-        weight, start, end, prefix = found.groups()
+        weight, start, end, prefix = match.groups()
         whole = (start, end) in (("0", "1"), ("0.0", "1.0"))
         groups[-1].append((weight, prefix if whole else f"{prefix}[{start}:{end}]"))
     groups = [group for group in groups if group]

@@ -74,7 +74,7 @@ def _ids(tokenizer: dict[str, Any]) -> Iterator[int]:
     # A vocabulary may have gaps, so the size is the largest id + 1, and not the number of entries.
     vocabulary = tokenizer["model"]["vocab"]
     yield from vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    yield from (int(each["id"]) for each in tokenizer.get("added_tokens") or ())
+    yield from (int(token["id"]) for token in tokenizer.get("added_tokens") or ())
 
 
 def _fields(message: bytes) -> Iterator[int]:

@@ -69,11 +69,11 @@ def write_toml(
     text = "\n\n".join(parts) + "\n"
     meant = {table: {name: _plain(each) for name, each in values.items()} for table, values in tables.items()}
     try:
-        found = tomllib.loads(text)
+        parsed = tomllib.loads(text)
         text.encode()
     except (ValueError, RecursionError) as error:  # half a surrogate pair, or a number of thousands of digits
         raise UserError(f"it holds what no TOML file can hold: {shown(str(error))}; correct it") from error
-    if repr(found) != repr(meant):
+    if repr(parsed) != repr(meant):
         raise UserError("what would be written as TOML reads as something else; please report this, with the file")
     return text
 

@@ -115,22 +115,22 @@ def report(found: Settings) -> Settings:
     """Add notes and problems about all recognised flags, those with one reason together; settings that they replace."""
     # 1. What is done otherwise may set fields. Only now, when all flags are known, as it replaces one value of a field
     # and no other.
-    for each in found.recognised:
-        if each.status == "instead" and each.known.settings:
-            _replace(found, each)
+    for flag in found.recognised:
+        if flag.status == "instead" and flag.known.settings:
+            _replace(found, flag)
     # 2. A feature that is refused has options of its own in most scripts. They join the reason of the feature, so that
     # one line says it once; if it is not switched on, each has a reason of its own.
     switched_on = {
-        each.known.family
-        for each in found.recognised
-        if each.known.family and each.status in ("refused", "instead") and not each.is_harmless
+        flag.known.family
+        for flag in found.recognised
+        if flag.known.family and flag.status in ("refused", "instead") and not flag.is_harmless
     }
     texts = {family.title: (family.status, family.text) for family in FAMILIES}
     groups: dict[tuple[str, str], list[str]] = {}
-    for each in found.recognised:
-        known = each.known
-        key = texts[known.family] if known.family in switched_on else (each.status, each.text)
-        groups.setdefault(key, []).append(each.spelled)
+    for flag in found.recognised:
+        known = flag.known
+        key = texts[known.family] if known.family in switched_on else (flag.status, flag.text)
+        groups.setdefault(key, []).append(flag.spelled)
     # 3. Idle flags are many in a script of Megatron-LM: with one reason it is said, with several only their names.
     idle = {text: spelled for (status, text), spelled in groups.items() if status == "idle"}
     if len(idle) == 1:
@@ -156,9 +156,9 @@ def _replace(found: Settings, flag: Recognised) -> None:
     for field, value in flag.known.settings:
         # Only the value that the flag replaces is removed: a field that was set to another one keeps it.
         found.settings[:] = [
-            each for each in found.settings if (each.field, each.values) != (field, (flag.known.replaces,))
+            setting for setting in found.settings if (setting.field, setting.values) != (field, (flag.known.replaces,))
         ]
-        if all(each.field != field for each in found.settings):
+        if all(setting.field != field for setting in found.settings):
             found.settings.append(Setting(field, (value,), flag.spelled, flag.spelled.startswith("--")))
 
 

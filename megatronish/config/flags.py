@@ -82,17 +82,17 @@ def statuses(flags: Sequence[tuple[str, Sequence[str]]]) -> list[str | None]:
     Each works, is idle, done otherwise or refused; None for an unknown flag. The flags of a family
     share the fate of its switch, where that is given.
     """
-    found = [known_flag(name) for name, _ in flags]
+    known_flags = [known_flag(name) for name, _ in flags]
     own = [_status(name, values) for name, values in flags]
     switched = {
         known.family
-        for known, status in zip(found, own, strict=True)
+        for known, status in zip(known_flags, own, strict=True)
         if known is not None and known.family and status in (_SHORT["refused"], _SHORT["instead"])
     }
     fates = {family.title: _SHORT[family.status] for family in FAMILIES if family.title in switched}
     return [
         fates.get(known.family, status) if known is not None and status != "works" else status
-        for known, status in zip(found, own, strict=True)
+        for known, status in zip(known_flags, own, strict=True)
     ]
 
 

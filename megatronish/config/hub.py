@@ -92,23 +92,23 @@ def hub_name(text: str) -> HubName | None:
     """The name that a text is; None for a path: something or its first folder is there, or it ends like a file."""
     # 1. What exists here is a path, whatever its name looks like: a run must not change because a repository is
     # published.
-    found = _NAME.fullmatch(text)
-    if found is None or os.path.lexists(text) or ".." in text:
+    match = _NAME.fullmatch(text)
+    if match is None or os.path.lexists(text) or ".." in text:
         return None
     # 2. What does not exist may be a misspelled path; the complaint about a missing file is then better than one of the
     # hub.
     first = text.partition("/")[0]
-    if os.path.isdir(first) or first.lower() in _FOLDERS or found[1].endswith(_FILES):
+    if os.path.isdir(first) or first.lower() in _FOLDERS or match[1].endswith(_FILES):
         return None
-    return HubName(*found.groups())
+    return HubName(*match.groups())
 
 
 def name_of(path: str) -> str:
     """Name with its commit of what lies in the hub's cache: any machine can fetch that; of anything else the path."""
-    found = _SNAPSHOT.search(path)
-    if found is None:
+    match = _SNAPSHOT.search(path)
+    if match is None:
         return path
-    return f"{found[2]}/{found[3]}@{found[4]}" + (f":{found[5]}" if found[5] else "")
+    return f"{match[2]}/{match[3]}@{match[4]}" + (f":{match[5]}" if match[5] else "")
 
 
 def from_hub(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -181,10 +181,10 @@ def data_files(word: str, field: str, *, is_alone: bool) -> list[str]:
     def choose(files: Sequence[str]) -> list[str]:
         wanted = _of_split(files, field) if name.file is None else [file for file in files if file == name.file]
         if not wanted or (len(wanted) > 1 and not is_alone):
-            found = [file for file in files if file.endswith(DATA)] or sorted(files)
+            candidates = [file for file in files if file.endswith(DATA)] or sorted(files)
             raise UserError(
                 f"{flag} {word}: it is not plain which of its files is meant; name one of chats in JSON lines as "
-                f"{name.repo}:FILE. It has {', '.join(found[:10])}{' and others' if len(found) > 10 else ''}"
+                f"{name.repo}:FILE. It has {', '.join(candidates[:10])}{' and others' if len(candidates) > 10 else ''}"
             )
         chosen.extend(wanted)
         return wanted
@@ -262,10 +262,10 @@ def _known(record: dict[str, Any], name: HubName) -> tuple[str, list[str]] | Non
     """Commit and files that need no question: of a pinned commit, or what another rank has asked."""
     # A commit never changes. A branch does: its answer counts only within one start, whose ranks must read the same
     # commit, and the next start asks again.
-    found, start = record.get(name.revision or ""), _start()
-    if found is None or not (COMMIT.fullmatch(name.revision or "") or (start and found["start"] == start)):
+    answer, start = record.get(name.revision or ""), _start()
+    if answer is None or not (COMMIT.fullmatch(name.revision or "") or (start and answer["start"] == start)):
         return None
-    return found["commit"], found["files"]
+    return answer["commit"], answer["files"]
 
 
 def _start() -> list[str]:
@@ -288,10 +288,10 @@ def _asked(hub: Hub, record: dict[str, Any], name: HubName, kind: RepoType) -> t
         if not _is_outage(error, hub) or key not in record:
             raise
         return record[key]["commit"], record[key]["files"]
-    found = {"commit": info.sha, "files": _plain(each.rfilename for each in info.siblings or ()), "start": _start()}
+    answer = {"commit": info.sha, "files": _plain(file.rfilename for file in info.siblings or ()), "start": _start()}
     # Under the commit, too: whoever pins it later needs no question.
-    record[key] = record[info.sha] = found
-    return info.sha, found["files"]
+    record[key] = record[info.sha] = answer
+    return info.sha, answer["files"]
 
 
 def _plain(files: Iterable[str]) -> list[str]:
@@ -371,5 +371,5 @@ def _why(error: Exception, hub: Hub, name: HubName, kind: RepoType) -> str:
         return "does not exist here, and cannot be the name of a repository; correct it"
     if isinstance(error, OSError) and error.errno is not None and error.strerror and not _status(error):
         return f"cannot be kept in {hub.cache}: {error.strerror}; name another folder with HF_HOME"
-    told = f"status {_status(error)}" if _status(error) else type(error).__name__
-    return f"does not exist here, and {there} cannot be asked for it ({told}); {other.removeprefix('or ')}"
+    reason = f"status {_status(error)}" if _status(error) else type(error).__name__
+    return f"does not exist here, and {there} cannot be asked for it ({reason}); {other.removeprefix('or ')}"

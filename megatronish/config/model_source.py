@@ -101,7 +101,7 @@ def contradictions(start: Start, settings: Mapping[str, Setting], values: Mappin
     seq_length, computed = start.seq_length, function_of(start.model, seq_length=start.seq_length)
     # With derived sizes written out, so that setting one size changes no other.
     model = ModelConfig(**{**vars(start.model), **computed})
-    found = []
+    complaints = []
     for name, setting in settings.items():
         if name in vars(model):
             has = computed.get(name, getattr(model, name))
@@ -112,8 +112,8 @@ def contradictions(start: Start, settings: Mapping[str, Setting], values: Mappin
             differs = name == "vocab_size" and values[name] != has
         if differs:
             text = str(has).lower() if isinstance(has, bool) else has
-            found.append(f"{setting.spelled} contradicts {start.source}, which has {name}={text}; leave it out")
-    return found
+            complaints.append(f"{setting.spelled} contradicts {start.source}, which has {name}={text}; leave it out")
+    return complaints
 
 
 def stretched(start: Start, seq_length: int) -> list[str]:
@@ -129,7 +129,7 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
     Every field of ModelConfig counts, with derived sizes written out, except those marked TRAINING_ONLY and those that
     this model does not read. A new field counts by itself: weights of another model cannot continue a run unnoticed.
     """
-    found = vars(model) | {
+    fields = vars(model) | {
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_size,
@@ -145,7 +145,7 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
     }
     idle = _idle_fields(model)
     return {
-        name: value for name, value in found.items() if name not in idle and TRAINING_ONLY not in FIELDS[name].marks
+        name: value for name, value in fields.items() if name not in idle and TRAINING_ONLY not in FIELDS[name].marks
     }
 
 

@@ -73,10 +73,10 @@ def _import(plugin: str) -> str:
         what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         raise UserError(f"--plugin {plugin} cannot be imported: {_place(error, name)}: {what}") from error
     _mark(name, plugin)
-    found = getattr(module, "__file__", None)
-    if path is not None and (found is None or Path(found).resolve() != path):
-        raise UserError(f"--plugin {plugin}: the name {name} is taken by {found or 'Python itself'}; rename the file")
-    return found or f"package {name}"
+    file = getattr(module, "__file__", None)
+    if path is not None and (file is None or Path(file).resolve() != path):
+        raise UserError(f"--plugin {plugin}: the name {name} is taken by {file or 'Python itself'}; rename the file")
+    return file or f"package {name}"
 
 
 def _mark(name: str, plugin: str) -> None:

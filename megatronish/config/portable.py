@@ -66,11 +66,11 @@ def _with_paths(config: Config, convert: Callable[[str], str]) -> Config:
             if name in WRITTEN and value and "://" not in value:
                 fields[name] = convert(value)
             elif name in READ and isinstance(value, tuple):
-                fields[name] = tuple(convert(each) if os.path.exists(each) else each for each in value)
+                fields[name] = tuple(convert(path) if os.path.exists(path) else path for path in value)
             elif name in READ and value and os.path.exists(value):
                 fields[name] = convert(value)
             elif name in DATA:
-                fields[name] = tuple(_prefix(each, convert) for each in value)
+                fields[name] = tuple(_prefix(path, convert) for path in value)
     return with_fields(config, **fields)
 
 

@@ -287,12 +287,12 @@ def _typed(settings: Sequence[Setting]) -> dict[str, Any] | None:
     try:
         # A value of the wrong type is printed in spite of console_outputs.
         with contextlib.redirect_stderr(io.StringIO()):
-            found: Any = tyro.cli(
+            parsed: Any = tyro.cli(
                 dataclasses.make_dataclass("Given", fields), args=arguments, prog=PROGRAM, console_outputs=False
             )
     except SystemExit:
         return None
-    read = {name: getattr(found, name) for name in given}
+    read = {name: getattr(parsed, name) for name in given}
     # Elements of lists, and names that plug-ins register, are compared with the choices once they are read.
     if not all(FIELDS[setting.field].allows(read[setting.field]) for setting in settings):
         return None

@@ -63,12 +63,12 @@ def _masked_by_blocks(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, *
 @cache
 def computed_scores(seq_length: int, window_size: int | None) -> int:
     """Scores in the blocks of a causal mask with a window that are not skipped; documents are taken as one."""
-    window, found = window_size or seq_length, 0
+    window, scores = window_size or seq_length, 0
     for first in range(0, seq_length, BLOCK):
         end = min(first + BLOCK, seq_length)
         begin = max(0, first - window + 1) // BLOCK * BLOCK
-        found += (end - first) * (end - begin)
-    return found
+        scores += (end - first) * (end - begin)
+    return scores
 
 
 def _flex(q: Tensor, _k: Tensor, v: Tensor, _places: int) -> tuple[Tensor, Tensor]:
@@ -156,16 +156,16 @@ all_blocks = dropout_attention._blocks
 def _few_blocks(q: Tensor, k: Tensor, whole: DroppedTile) -> list[Any]:
     """Largest block of all, and its neighbours."""
     blocks = list(all_blocks(q, k, whole))
-    sizes = [_num_scores(each) for each in blocks]
+    sizes = [_num_scores(block) for block in blocks]
     largest = len(blocks) - 1 - sizes[::-1].index(max(sizes))
     return blocks[max(0, largest - BLOCKS_BEFORE) : largest + 1 + BLOCKS_AFTER]
 
 
 def _num_scores(block: Any) -> int:
-    found = 1
+    number = 1
     for part in (block.samples, block.queries, block.keys):
-        found *= part.stop - part.start
-    return found
+        number *= part.stop - part.start
+    return number
 
 
 def _on_few_blocks(reference: Callable[..., Any]) -> Callable[..., Any]:

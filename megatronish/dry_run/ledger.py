@@ -80,8 +80,8 @@ class StorageLedger:
         if identity in self._numbers:
             return
         number = self._numbers[identity] = len(self._allocations)
-        found = Allocation(len(self.phases) - 1, operator, self.site(), tuple(tensor.shape), tensor.dtype)
-        self._allocations.append(found)
+        allocation = Allocation(len(self.phases) - 1, operator, self.site(), tuple(tensor.shape), tensor.dtype)
+        self._allocations.append(allocation)
         self._sizes.append(0)
         self._resize(number, storage.nbytes())
         weakref.finalize(storage, self._freed, identity)
@@ -154,8 +154,8 @@ class Owners:
     def of(cls, engine: Engine, ledger: StorageLedger) -> "Owners":
         """What an engine holds before its first step."""
         numbers = {
-            owner: {number for each in found if (number := ledger.number_of(each)) is not None}
-            for owner, found in _state(engine).items()
+            owner: {number for tensor in tensors if (number := ledger.number_of(tensor)) is not None}
+            for owner, tensors in _state(engine).items()
         }
         numbers["optimizer"] -= numbers["weights"]  # masters of an fp32 model are its weights
         model = engine.stage.model
@@ -177,10 +177,10 @@ class Owners:
 
     def by_owner(self, ledger: StorageLedger) -> dict[str, int]:
         """Bytes of each owner when most was held."""
-        found = dict.fromkeys(OWNERS, 0)
+        size_by_owner = dict.fromkeys(OWNERS, 0)
         for held in ledger.at_peak():
-            found[self.owner_of(held, ledger.peak_phase)] += held.size
-        return found
+            size_by_owner[self.owner_of(held, ledger.peak_phase)] += held.size
+        return size_by_owner
 
     def largest(self, ledger: StorageLedger) -> list[tuple[Group, int, int]]:
         """(group, number of storages, bytes) of the largest groups besides model state."""
@@ -198,8 +198,8 @@ class Owners:
 def _state(engine: Engine) -> dict[str, list[Tensor]]:
     data_parallel, optimizer = engine.data_parallel, engine.optimizer
     references = [] if engine.reference is None else _weights(engine.reference)
-    counted = [each for found in data_parallel.counted_gradients().values() for each in found]
-    moments = [each for state in optimizer.state.values() for each in state.values()]
+    counted = [tensor for tensors in data_parallel.counted_gradients().values() for tensor in tensors]
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
     return {
         "weights": [*_weights(engine), *references],
         "gradients": [*data_parallel.gradients.values(), *data_parallel.sums.values(), *counted],
@@ -213,5 +213,5 @@ def _weights(engine: Engine) -> list[Tensor]:
 
 
 def _local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    for each in tensors:
-        yield each._local_tensor if isinstance(each, DTensor) else each
+    for tensor in tensors:
+        yield tensor._local_tensor if isinstance(tensor, DTensor) else tensor

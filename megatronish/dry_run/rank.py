@@ -221,7 +221,7 @@ def run_rank(planned: PlannedRun, rank: int, *, then: Then = hooks_alone) -> Dry
             take_step(engine, batches, recorder)
             times.append(time.perf_counter())
             model = engine.stage.model
-            found = DryRank(
+            record = DryRank(
                 rank=rank,
                 stage=mesh.pp.rank,
                 num_layers=len(model.layers),
@@ -238,7 +238,7 @@ def run_rank(planned: PlannedRun, rank: int, *, then: Then = hooks_alone) -> Dry
                 shard_ranks={name: domain.shard.rank for name, domain in mesh.domains.items()},
             )
             then(engine, batches, recorder)
-        return found
+        return record
 
 
 def references() -> dict[Any, Reference]:
@@ -322,11 +322,11 @@ def needed_microbatches(stages: Stages, stage: int, planned: int) -> int:
     def most(number: int) -> tuple[int, ...]:
         load = stages.load(stage, number)
         late = [each.instant for each in load.backwards if len(each.begun) == stages.num_chunks]
-        found: list[int] = []
+        largest: list[int] = []
         for instants in (load.instants, late):
             sizes = [(sum(each.live) + sum(each.deferred), sum(each.live), each.live[-1]) for each in instants]
-            found += map(max, zip(*sizes, strict=True))
-        return tuple(found)
+            largest += map(max, zip(*sizes, strict=True))
+        return tuple(largest)
 
     number = min(planned, max(2, stages.num_stages + 1))
     while number < planned and most(number) != most(planned):

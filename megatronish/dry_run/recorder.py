@@ -53,8 +53,8 @@ LIKE = {  # the same product under another name
 def formula_of(packet: Any) -> Callable[..., Any] | None:
     """What counts an operator's FLOPs from its arguments; in place or not, a product has the same."""
     # A formula belongs to one operator; forms in place have the underscore in addition, and fused ones another name.
-    if (found := flop_registry.get(packet) or OWN_FORMULAS.get(packet)) is not None:
-        return found
+    if (formula := flop_registry.get(packet) or OWN_FORMULAS.get(packet)) is not None:
+        return formula
     name = packet.__name__.removesuffix("_")
     other = LIKE.get(name, name if name != packet.__name__ else None)
     if other is None or not is_product(name) or not hasattr(aten, other):
@@ -91,21 +91,21 @@ def refuse_mixed_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """RuntimeError if an operator has tensors of several devices and torch's kernels would not take them."""
     # 1. Most operators have tensors of one device. Copies between two, and collectives, are what moves them.
     tensors = list(_tensors((args, kwargs)))
-    devices = {each.device for each in tensors}
+    devices = {tensor.device for tensor in tensors}
     packet = func._overloadpacket
     if len(devices) < 2 or func.namespace in ("c10d", "prim") or packet in MOVING:
         return
     # 2. Indices may be on the CPU, as torch copies them; what is indexed and what is written there must be together.
     if packet in WITH_INDICES_ON_CPU and args[0].device.type != "cpu":
         others = [args[0], *args[2:3]]
-        if len({each.device for each in others if isinstance(each, Tensor) and each.dim()}) == 1:
+        if len({tensor.device for tensor in others if isinstance(tensor, Tensor) and tensor.dim()}) == 1:
             return
     # 3. A tensor without dimensions on the CPU may stand for a number, but only where the kernel takes one.
-    numbers = [each for each in tensors if each.dim() == 0 and each.device.type == "cpu"]
-    rest = {each.device for each in tensors if not any(each is number for number in numbers)}
+    numbers = [tensor for tensor in tensors if tensor.dim() == 0 and tensor.device.type == "cpu"]
+    rest = {tensor.device for tensor in tensors if not any(tensor is number for number in numbers)}
     if len(rest) == 1 and _takes_numbers(func, args, numbers):
         return
-    shapes = ", ".join(f"{tuple(each.shape)} on {each.device}" for each in tensors)
+    shapes = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
     raise RuntimeError(f"{func} of tensors on several devices, which a GPU refuses: {shapes}")
 
 
@@ -115,14 +115,14 @@ def _takes_numbers(func: Any, args: tuple[Any, ...], numbers: list[Tensor]) -> b
     if RANDOM_STATE in name and func.namespace == "aten":
         return True
     if name.startswith("_foreach_"):  # of two lists, each element with its own; a tensor that is in no list is a number
-        return func._overloadname == "Tensor" and all(any(each is arg for arg in args) for each in numbers)
+        return func._overloadname == "Tensor" and all(any(number is arg for arg in args) for number in numbers)
     # What is written in place is no number to a kernel.
-    is_written = name.endswith("_") and any(args[0] is each for each in numbers)
+    is_written = name.endswith("_") and any(args[0] is number for number in numbers)
     return (torch.Tag.pointwise in func.tags or packet in TAKES_NUMBERS) and not is_written
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (each for each in tree_leaves(values) if isinstance(each, Tensor))
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -249,9 +249,9 @@ class StepRecorder(TorchDispatchMode):
         if isinstance(out, Tensor):
             self.ledger.note(out, packet.__name__)
         elif isinstance(out, tuple | list):
-            for each in tree_leaves(out):
-                if isinstance(each, Tensor):
-                    self.ledger.note(each, packet.__name__)
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self.ledger.note(leaf, packet.__name__)
         return out
 
     def _by_parts(self, reference: Reference, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,11 +275,11 @@ class StepRecorder(TorchDispatchMode):
             if group is None
             else torch.distributed.ProcessGroup.unbox(group).group_desc.replace("default_pg", "world")
         )
-        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
         traffic = TrafficKey(axis, COLLECTIVES.get(name, name))
         # Groups of gloo move tensors of the CPU, those of NCCL tensors of the GPU; on a GPU this call would fail or
         # hang.
-        kinds = {each.device.type for each in tensors}
+        kinds = {tensor.device.type for tensor in tensors}
         strange = kinds - {self.ledger.device_type}
         if strange and (axis not in FROM_HOST or len(kinds) > 1):
             raise RuntimeError(
@@ -288,7 +288,7 @@ class StepRecorder(TorchDispatchMode):
             )
         self._counts.calls[traffic] += 1
         # The largest tensor is the whole one: of a gather its output, of a reduce-scatter its input.
-        self._counts.sent[traffic] += max((each.numel() * each.element_size() for each in tensors), default=0)
+        self._counts.sent[traffic] += max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
 
     def _see_wait(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Whether the host waits: for a value, a size, or a copy between the device and memory that is not pinned."""
@@ -298,7 +298,7 @@ class StepRecorder(TorchDispatchMode):
                 self.wait(packet.__name__)
             return
         if packet in INDEXED and args[0].device.type == self.ledger.device_type:
-            if any(each is not None and each.device.type == "cpu" for each in args[1]):
+            if any(index is not None and index.device.type == "cpu" for index in args[1]):
                 self.wait("copy of the indices")
             return
         # 2. Copies between host and device: without non_blocking the host waits for everything before them.

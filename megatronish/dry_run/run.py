@@ -78,8 +78,8 @@ def text_of(planned: PlannedRun, found: Expected) -> str:
     squares = "; flash attention as the whole square, of which a causal mask needs half"
     lines.append(f"  FLOPs a step: {total:.4g} ({flops}{squares if _has_flash(counts.flops) else ''})")
     if counts.uncounted:
-        told = ", ".join(f"{number} of {name}" for name, number in counts.uncounted.most_common())
-        lines.append(f"  not among these FLOPs, as no formula counts them, are products: {told}")
+        products = ", ".join(f"{number} of {name}" for name, number in counts.uncounted.most_common())
+        lines.append(f"  not among these FLOPs, as no formula counts them, are products: {products}")
     waits = "; ".join(f"{number} in {site}" for site, number in counts.waits.items())
     lines.append(f"  the host waits for the device {sum(counts.waits.values())} times a step: {waits}")
     mesh, build, step = record.seconds
@@ -157,15 +157,15 @@ def dry_run(config: Config, *, device_type: str, notes: Sequence[str]) -> int:
     print(
         f"dry run of {config.layout.world_size} ranks: {config.layout}", *(f"note: {note}" for note in notes), sep="\n"
     )
-    found = []
+    reports = []
     for rank in ranks_of(config):
-        found.append(with_expected(planned, run_rank(planned, rank)))
-        print(text_of(planned, found[-1]), flush=True)
-    if len(found) > 1:
-        fullest = max(found, key=lambda each: each.record.peak)
+        reports.append(with_expected(planned, run_rank(planned, rank)))
+        print(text_of(planned, reports[-1]), flush=True)
+    if len(reports) > 1:
+        fullest = max(reports, key=lambda each: each.record.peak)
         print(f"fullest: stage {fullest.record.stage}; all in {time.perf_counter() - start:.1f} s")
     if config.log.dry_run_report is not None:
-        write_json(Path(config.log.dry_run_report), json_of(planned, found, notes=notes))
+        write_json(Path(config.log.dry_run_report), json_of(planned, reports, notes=notes))
     return 0
 
 

@@ -112,12 +112,12 @@ class Balancing:
         """Means of the losses over sequences and layers, without their coefficients, and how uneven the load is."""
         if not self.layers:
             return {}
-        found = {name: float(sums[name].sum()) / num_sequences / len(self.layers) for name in self.losses}
+        metrics = {name: float(sums[name].sum()) / num_sequences / len(self.layers) for name in self.losses}
         load = self.load(sums)
         assert load is not None
         if DROPPED in sums:
-            found["dropped_share"] = float(sums[DROPPED].sum() / sums[TOKENS].sum())
-        return found | {"largest_expert_load": load.largest, "num_idle_experts": float(load.num_idle)}
+            metrics["dropped_share"] = float(sums[DROPPED].sum() / sums[TOKENS].sum())
+        return metrics | {"largest_expert_load": load.largest, "num_idle_experts": float(load.num_idle)}
 
     def not_finite(self, own: Mapping[str, Tensor], sums: Mapping[str, Tensor], mesh: Mesh) -> str | None:
         """Where a router first had logits that are not finite: its layer and the rank; None if nowhere.

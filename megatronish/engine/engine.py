@@ -94,7 +94,7 @@ class Engine:
         weight, scale = weight_of(micro_batches, self.objective, self.mesh), self.rule.loss_scale.scale
         local = self._local(micro_batches)
         self.data_parallel.zero()
-        num_sequences = self.mesh.dp.size * sum(len(each.tokens) for each in micro_batches)
+        num_sequences = self.mesh.dp.size * sum(len(batch.tokens) for batch in micro_batches)
         seq_length = micro_batches[0].tokens.shape[1]
         with self.balancing.of_step(num_sequences, seq_length=seq_length, loss_scale=scale):
             sums = self.executor.run(
@@ -137,8 +137,8 @@ class Engine:
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """What this cp rank holds of whole sequences, prepared for the objective."""
-        found = on_rank(micro_batches, self.mesh)
-        return found if self.preparation is None else self.preparation(found)
+        local = on_rank(micro_batches, self.mesh)
+        return local if self.preparation is None else self.preparation(local)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

@@ -81,11 +81,11 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Of micro-batches as this rank holds them."""
-        found: dict[int, Tensor] = {}
+        scores: dict[int, Tensor] = {}
         actions = self.stage.stages.actions(self._executor.stage, len(batches))
         forwards = [action for action in actions if action.kind == "F"]
-        self._executor.run(forwards, batches, step=None, on_model_output=found.__setitem__)
-        return [found.get(number, _zeros(batch)) for number, batch in enumerate(batches)]
+        self._executor.run(forwards, batches, step=None, on_model_output=scores.__setitem__)
+        return [scores.get(number, _zeros(batch)) for number, batch in enumerate(batches)]
 
     def without_adapters(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The same by the model that the adapters are for."""
@@ -101,12 +101,12 @@ class PairPreparation:
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches of a step, or of an evaluation, with all that their losses need. Collective."""
-        found = list(batches)
+        prepared = list(batches)
         if self.reference is not None:
-            scores = self.reference(found)
-            found = [_with(each, reference=score) for each, score in zip(found, scores, strict=True)]
-        numbers = self._numbers(found)
-        return [_with(each, of_step=numbers) for each in found]
+            scores = self.reference(prepared)
+            prepared = [_with(batch, reference=score) for batch, score in zip(prepared, scores, strict=True)]
+        numbers = self._numbers(prepared)
+        return [_with(batch, of_step=numbers) for batch in prepared]
 
     def _numbers(self, batches: Sequence[MicroBatch]) -> StepNumbers:
         """Means over the pairs of all data ranks; cp and tp ranks have the same pairs. The host waits once."""
@@ -119,8 +119,8 @@ class PairPreparation:
         for each, score in zip(pairs, scores, strict=False):
             if each.reference is not None:
                 sums[2] += (score[:, 1] - each.reference[:, 1]).sum()
-        found = torch.cat((sums.cpu(), torch.tensor([sum(len(each.labels) for each in pairs)], dtype=torch.float64)))
-        lengths, texts, ratios, number = comm.all_reduce(found, self.mesh.dp).tolist()
+        totals = torch.cat((sums.cpu(), torch.tensor([sum(len(each.labels) for each in pairs)], dtype=torch.float64)))
+        lengths, texts, ratios, number = comm.all_reduce(totals, self.mesh.dp).tolist()
         return StepNumbers(lengths / number, texts / number, max(ratios / number, 0.0))
 
 
@@ -140,10 +140,10 @@ def _zeros(batch: MicroBatch) -> Tensor:
 
 def on_rank(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]:
     """What this cp rank holds of whole sequences, on its device."""
-    cp, found = mesh.cp, list(micro_batches)
+    cp, batches = mesh.cp, list(micro_batches)
     if cp.size > 1:
-        found = [each.at(places_of(each.tokens.shape[1], cp.rank, cp.size)) for each in found]
-    return [each.to(mesh.device) for each in found]
+        batches = [batch.at(places_of(batch.tokens.shape[1], cp.rank, cp.size)) for batch in batches]
+    return [batch.to(mesh.device) for batch in batches]
 
 
 def weight_of(micro_batches: Sequence[MicroBatch], objective: AnyObjective, mesh: Mesh) -> int:

@@ -101,7 +101,7 @@ def find_origin(engine: Engine, micro_batches: Sequence[MicroBatch], *, num_step
         engine.observers.remove(watch.after_action)
     everybody = from_all(engine.mesh.world, lambda: watch.told)
     for kind in KINDS:
-        ranks = [rank for rank, told in enumerate(everybody) if kind in told]
+        ranks = [rank for rank, notes in enumerate(everybody) if kind in notes]
         if ranks:
             others = f" (and on {_ranks(ranks[1:])} too)" if len(ranks) > 1 else ""
             return Origin(f"it begins on rank {ranks[0]} with {everybody[ranks[0]][kind]}{others}", ranks[0])
@@ -123,14 +123,14 @@ def watched(model: nn.Module, watch: Watch) -> Iterator[None]:
 
 
 def _after_forward(watch: Watch, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    outputs = [each for each in _tensors(output) if each.is_floating_point()]
+    outputs = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
     if not watch.is_done("output") and all(map(_is_finite, _tensors((args, kwargs)))):
-        bad = next((each for each in outputs if not _is_finite(each)), None)
+        bad = next((tensor for tensor in outputs if not _is_finite(tensor)), None)
         if bad is not None:
             watch.note("output", f"the output of {name} ({type(module).__name__})", bad)
-    for each in outputs:
-        if each.requires_grad and not each.is_leaf:
-            each.register_hook(partial(_on_gradient, watch, name))
+    for tensor in outputs:
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(partial(_on_gradient, watch, name))
 
 
 def _on_gradient(watch: Watch, name: str, gradient: Tensor) -> None:
@@ -150,8 +150,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, dict):
         yield from _tensors(tuple(values.values()))
     elif isinstance(values, (tuple, list)):
-        for each in values:
-            yield from _tensors(each)
+        for value in values:
+            yield from _tensors(value)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -103,8 +103,8 @@ def reduce_sums(
     for name, shape in model.items():
         parts.append(sums[name].double().flatten() if name in sums else zero.new_zeros(math.prod(shape)))
     parts.append(torch.tensor(list(votes.values()), dtype=torch.float64).to(mesh.device, non_blocking=True))
-    found = torch.cat([comm.all_reduce(torch.cat(parts), mesh.world), (zero if norm is None else norm).view(1)]).cpu()
-    pieces = iter(found.split([*(part.numel() for part in parts), 1]))
+    totals = torch.cat([comm.all_reduce(torch.cat(parts), mesh.world), (zero if norm is None else norm).view(1)]).cpu()
+    pieces = iter(totals.split([*(part.numel() for part in parts), 1]))
     return StepSums(
         dict(zip(objective, next(pieces).tolist(), strict=True)),
         {name: next(pieces).view(shape) for name, shape in model.items()},
@@ -144,9 +144,9 @@ class UpdateRule(NamedTuple):
             return
         scale = self.loss_scale.scale
         too_large = f"; the loss scale of {scale} may be too large for fp16, too" if scale > 1 else ""
-        found = f": {origin}" if origin else ""
+        where = f": {origin}" if origin else ""
         raise NotFiniteError(
-            f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite{found}; the parameters are as they "
+            f"loss={loss} and grad_norm={grad_norm} in step {step} must be finite{where}; the parameters are as they "
             f"were before this step. Lower --lr, lengthen the warm-up, or look at the data of this step{too_large}"
         )
 

@@ -87,9 +87,9 @@ def refuse_without_room(config: Config, mesh: Mesh, *, vocab_size: int) -> None:
             return RankRoom.of(mesh.device)
         return None
 
-    found = from_all(mesh.checkpoint_axis, own)
-    everyone = [room for room in found if room is not None]
-    if len(everyone) < len(found):  # the same on all ranks
+    rooms = from_all(mesh.checkpoint_axis, own)
+    everyone = [room for room in rooms if room is not None]
+    if len(everyone) < len(rooms):  # the same on all ranks
         return
 
     def look() -> None:
@@ -130,18 +130,18 @@ def sentence(config: Config, everyone: Sequence[RankRoom], *, vocab_size: int) -
 
 def fullest(config: Config, everyone: Sequence[RankRoom], *, vocab_size: int) -> Claim:
     """The claim that takes most of what is there."""
-    on_gpu = any(each.device is not None for each in everyone)
+    on_gpu = any(room.device is not None for room in everyone)
     expected = _expected(config, vocab_size, "cuda" if on_gpu else "cpu")
     return max(_claims(config, everyone, expected), key=lambda claim: claim.needs / max(1, claim.has))
 
 
 def _claims(config: Config, everyone: Sequence[RankRoom], expected: Sequence[Memory]) -> Iterator[Claim]:
     machines: dict[str, list[int]] = {}
-    for rank, found in enumerate(everyone):
-        machines.setdefault(found.machine, []).append(rank)
+    for rank, room in enumerate(everyone):
+        machines.setdefault(room.machine, []).append(rank)
         memory = expected[config.layout.coordinates(rank).pp]
-        if found.device is not None:
-            name, size = found.device
+        if room.device is not None:
+            name, size = room.device
             yield Claim(memory.total, size, f"the device of rank {rank} ({name})")
     for ranks in machines.values():
         of_ranks = [expected[config.layout.coordinates(rank).pp] for rank in ranks]

@@ -40,11 +40,11 @@ class SavedAdapter(NamedTuple):
     @property
     def sections(self) -> dict[str, dict[str, LazyTensor]]:
         """{section: {"A": ..., "B": ...}}, or {"l": ...} of IA3."""
-        found: dict[str, dict[str, LazyTensor]] = {}
+        parts_by_section: dict[str, dict[str, LazyTensor]] = {}
         for name, tensor in self.tensors.items():
             section, _, part = name.rpartition(".")
-            found.setdefault(section, {})[part] = tensor
-        return found
+            parts_by_section.setdefault(section, {})[part] = tensor
+        return parts_by_section
 
 
 def read_native(load: Path, *, step: int | None = None) -> SavedAdapter:
@@ -57,26 +57,26 @@ def read_native(load: Path, *, step: int | None = None) -> SavedAdapter:
     if (base := state.get("base")) is None:
         raise UserError(f"{folder} holds a whole model and no adapter; name the folder of a run with adapters")
     try:
-        told = section_of(AdapterConfig, state["config"].get("adapter", {}))
+        saved = section_of(AdapterConfig, state["config"].get("adapter", {}))
     except (AttributeError, TypeError) as error:
         raise DamagedError(folder, f"its config of adapters is not one of this version ({error})") from error
-    config = replace(told, quantize_base=None)  # the base is used as it is, however the run held it
+    config = replace(saved, quantize_base=None)  # the base is used as it is, however the run held it
     tensors = {name.replace(INFIX, "."): tensor for name, tensor in native.tensors_in(folder).items()}
     return SavedAdapter(load, config, tensors, base.get("identity"))
 
 
 def under_names_of_checkpoints(adapter: SavedAdapter, *, name: str = DEFAULT) -> dict[str, LazyTensor]:
     """Tensors of an adapter under the names that a model gives them, in which the adapter is called `name`."""
-    found = {}
+    tensors = {}
     for key, tensor in adapter.tensors.items():
         layer, section, part = key.rsplit(".", 2)
-        found[f"{layer}.adapters.{name}.{section}.{part}"] = tensor
-    return found
+        tensors[f"{layer}.adapters.{name}.{section}.{part}"] = tensor
+    return tensors
 
 
 def merged(base: Mapping[str, LazyTensor], adapter: SavedAdapter, model: ModelConfig) -> dict[str, LazyTensor]:
     """The base's tensors with the adapter merged into them: computed in fp32 and rounded once, to each one's dtype."""
-    found, sections = dict(base), adapter.sections
+    tensors, sections = dict(base), adapter.sections
     layers: dict[str, list[str]] = {}
     for each in linear_sections(model):
         layer, _, section = each.name.rpartition(".")
@@ -86,18 +86,18 @@ def merged(base: Mapping[str, LazyTensor], adapter: SavedAdapter, model: ModelCo
         if not parts:
             continue
         for kind in ("weight", "bias"):
-            if (tensor := found.get(f"{layer}.{kind}")) is not None:
+            if (tensor := tensors.get(f"{layer}.{kind}")) is not None:
                 merge = partial(_merged, parts=parts, adapter=adapter.config, sizes=_sizes(model, layer), kind=kind)
-                found[f"{layer}.{kind}"] = _replaced(tensor, merge)
-    return found
+                tensors[f"{layer}.{kind}"] = _replaced(tensor, merge)
+    return tensors
 
 
 def _sizes(model: ModelConfig, layer: str) -> dict[str, int]:
     """Outputs of each section of a layer."""
     return {
-        each.name.rpartition(".")[2]: each.out_features
-        for each in linear_sections(model)
-        if each.name.rpartition(".")[0] == layer
+        section.name.rpartition(".")[2]: section.out_features
+        for section in linear_sections(model)
+        if section.name.rpartition(".")[0] == layer
     }
 
 

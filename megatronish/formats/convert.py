@@ -120,9 +120,9 @@ def convert(
     ours = to_ours(theirs, FORMATS[source].rules(description), source=load)
     check_source(load, description, ours, allow_unmatched=allow_unmatched)
     if adapter is not None:
-        found = read_adapter(adapter, description)
-        refuse_other_model([found], ours.tensors, source=load, over=ALONE)
-        ours = ours._replace(tensors=merged(ours.tensors, found, description.model))
+        saved_adapter = read_adapter(adapter, description)
+        refuse_other_model([saved_adapter], ours.tensors, source=load, over=ALONE)
+        ours = ours._replace(tensors=merged(ours.tensors, saved_adapter, description.model))
     # Target: the same tensors under its names, in the dtype that is asked for. All are still lazy.
     converted = from_ours(ours.tensors, FORMATS[target].rules(description))
     check_target(target, converted, allow_unmatched=allow_unmatched)

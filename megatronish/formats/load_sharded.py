@@ -119,14 +119,14 @@ def quantised(
     tensors: Mapping[str, LazyTensor], weights: Iterable[tuple[str, str, NF4Weight]], *, device: torch.device
 ) -> dict[str, LazyTensor]:
     """The tensors, of which these `weights`, (name, name of the scales, form), are in NF4; quantised on the device."""
-    found = dict(tensors)
+    converted = dict(tensors)
     for name, scales, held in weights:
         if name in tensors:
             packed = _Packed(tensors[name], held, device)
-            found[name] = packed.weight()
+            converted[name] = packed.weight()
             if held.form.double:
-                found[scales] = packed.scales()
-    return found
+                converted[scales] = packed.scales()
+    return converted
 
 
 class _Packed:
@@ -175,7 +175,7 @@ def upcycled(dense: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, L
 
     UserError, when they are loaded, if the dense model has other shapes.
     """
-    found = dict(dense)
+    tensors = dict(dense)
     sections = 2 if model.is_gated else 1
     for layer in (n for n, has_experts in enumerate(model.expert_layers) if has_experts):
         mlp = f"layers.{layer}.mlp"
@@ -183,9 +183,9 @@ def upcycled(dense: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, L
             ("fc1", "gate_up", (sections, model.ffn_size, model.hidden_size)),
             ("fc2", "down", (model.hidden_size, model.ffn_size)),
         ):
-            if (matrix := found.pop(f"{mlp}.{dense_name}.weight", None)) is not None:
-                found[f"{mlp}.experts.{name}.weight"] = _copies(matrix, model.num_experts or 0, shape)
-    return found
+            if (matrix := tensors.pop(f"{mlp}.{dense_name}.weight", None)) is not None:
+                tensors[f"{mlp}.experts.{name}.weight"] = _copies(matrix, model.num_experts or 0, shape)
+    return tensors
 
 
 def _copies(matrix: LazyTensor, number: int, shape: tuple[int, ...]) -> LazyTensor:

@@ -53,9 +53,9 @@ def compare_tensors(
     before = to_ours(theirs, FORMATS[source].rules(description)).tensors
     again = {"vocab_size": description.vocab_size} if "vocab_size" in FORMATS[target].reads else {}
     written, tensors = FORMATS[target].read(save, **again)
-    found = to_ours(tensors, FORMATS[target].rules(written))
-    check_source(save, written, found, allow_unmatched=False)
-    after = found.tensors
+    ours = to_ours(tensors, FORMATS[target].rules(written))
+    check_source(save, written, ours, allow_unmatched=False)
+    after = ours.tensors
     for name, tensor in after.items():
         if name not in before or not _are_equal(before[name], tensor, dtype or before[name].dtype):
             raise UserError(f"{save} is not proved: its {name} is not that of {load}; do not use it, and report this")
@@ -96,13 +96,13 @@ def compare_logits(folder: Path) -> str:
     with torch.no_grad():
         theirs = model(tokens, use_cache=False).logits
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
-    told = (
+    sentence = (
         f"logits of {SAMPLES} x {length} random tokens differ from those of transformers "
         f"{transformers.__version__} by {difference:.1e} at most, relative to the largest"
     )
     if not difference <= BOUND:
-        raise UserError(f"{folder} is not proved: {told}, which is over {BOUND:g}; do not use it, and report this")
-    return f"proved: {told} (bound {BOUND:g}, fp32)"
+        raise UserError(f"{folder} is not proved: {sentence}, which is over {BOUND:g}; do not use it, and report this")
+    return f"proved: {sentence} (bound {BOUND:g}, fp32)"
 
 
 @torch.no_grad()

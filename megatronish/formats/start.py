@@ -33,8 +33,8 @@ def read_start(checkpoint: CheckpointConfig) -> Start | None:
 
 def start_of_hf(folder: Path) -> Start:
     """Model of a Hugging Face folder; UserError if the folder holds none, or none of a known family."""
-    found = read_hf_config(folder)
-    return Start(f"--load-hf {folder}", ModelConfig(**found.model), found.vocab_size, found.seq_length, found.data)
+    config = read_hf_config(folder)
+    return Start(f"--load-hf {folder}", ModelConfig(**config.model), config.vocab_size, config.seq_length, config.data)
 
 
 def of_another_format(load: Path) -> str | None:

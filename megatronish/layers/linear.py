@@ -153,10 +153,10 @@ class ColumnParallelLinear(LinearLayer):
         """Both parameters are cut along the output features."""
         shape = (self.out_features, self.in_features)
         cuts = (Cut(0, "tp", self.sections),)
-        found = {"weight": self.product.stored(Sharding(shape, cuts, init=Init(self.init_std)))}
+        shardings = {"weight": self.product.stored(Sharding(shape, cuts, init=Init(self.init_std)))}
         if self.bias is not None:
-            found["bias"] = Sharding((self.out_features,), cuts)
-        return found
+            shardings["bias"] = Sharding((self.out_features,), cuts)
+        return shardings
 
     def forward(self, x: Tensor, *, skip_bias: bool = False, drop: InputDropout | None = None) -> Tensor:
         """[S, B, in] -> [S, B, out/tp]. `skip_bias` leaves the bias, and its gradient, to a fused operator after it.
@@ -194,10 +194,10 @@ class RowParallelLinear(LinearLayer):
     def shardings(self) -> dict[str, Sharding]:
         """The weight is cut along the input features; the bias is whole, its gradient partial over a cut sequence."""
         shape = (self.out_features, self.in_features)
-        found = {"weight": self.product.stored(Sharding(shape, (Cut(1, "tp"),), init=Init(self.init_std)))}
+        shardings = {"weight": self.product.stored(Sharding(shape, (Cut(1, "tp"),), init=Init(self.init_std)))}
         if self.bias is not None:
-            found["bias"] = Sharding((self.out_features,), partial_over=self.tp.partial_over)
-        return found
+            shardings["bias"] = Sharding((self.out_features,), partial_over=self.tp.partial_over)
+        return shardings
 
     def forward(self, x: Tensor, *, drop: InputDropout | None = None) -> Tensor:
         """[S, B, in/tp] -> [S, B, out], or [S/tp, B, out] of a cut sequence. `drop`: see ColumnParallelLinear."""

@@ -127,13 +127,13 @@ class NF4Weight(nn.Module):
         scales = None if self.scales is None else self.scales if expert is None else self.scales[expert]
         numbers = None if scales is None else scales.view(torch.float32)
         width = self.form.blocks // self.columns.size  # blocks of a row that this rank holds
-        found = torch.empty(stored.shape[0], width * BLOCK, dtype=dtype, device=stored.device)
+        matrix = torch.empty(stored.shape[0], width * BLOCK, dtype=dtype, device=stored.device)
         for piece in self.pieces():
             blocks = stored[piece.rows].unflatten(-1, (width, -1))
             own = None if numbers is None else numbers[piece.scales]
             absmax = self._absmax(blocks[..., CODES:], own, first_row=piece.first_row)
-            dequantise(blocks[..., :CODES], absmax, found[piece.rows])
-        return found
+            dequantise(blocks[..., :CODES], absmax, matrix[piece.rows])
+        return matrix
 
     def pieces(self) -> Iterator[MatrixPiece]:
         """Rows of this rank's part that are dequantised together, one piece after the other: CHUNK elements or less."""

@@ -39,10 +39,10 @@ class Norm(nn.Module):
         """Both parameters are whole on every tp rank."""
         partial_over = frozenset({"tp"} if self.partial else ())
         init = Init(value=0.0 if self.one_plus else 1.0)
-        found = {"weight": Sharding((self.size,), partial_over=partial_over, role=self.role, init=init)}
+        shardings = {"weight": Sharding((self.size,), partial_over=partial_over, role=self.role, init=init)}
         if self.bias is not None:
-            found["bias"] = Sharding((self.size,), partial_over=partial_over, role=self.role)
-        return found
+            shardings["bias"] = Sharding((self.size,), partial_over=partial_over, role=self.role)
+        return shardings
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]: x normalised, scaled and, in LayerNorm, shifted."""

@@ -34,7 +34,7 @@ def targets_of(model: nn.Module, config: AdapterConfig) -> Iterator[Target]:
     patterns = all_patterns(config)
     for name, layer in model.named_modules():
         if isinstance(layer, LinearLayer) and layer.section_names:
-            sections = tuple(each for each in layer.section_names if is_target(f"{name}.{each}", patterns))
+            sections = tuple(section for section in layer.section_names if is_target(f"{name}.{section}", patterns))
             if sections:
                 yield Target(name, layer, sections)
 

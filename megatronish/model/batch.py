@@ -40,8 +40,8 @@ class CompletionPairs:
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> "CompletionPairs":
         """A copy of every tensor."""
-        found: dict[str, Any] = {name: copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **found)
+        copies: dict[str, Any] = {name: copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **copies)
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class MicroBatch:
 
     def with_pairs(self, pairs: CompletionPairs) -> "MicroBatch":
         """The same micro-batch with these pairs of completions."""
-        found = self._copied(lambda tensor: tensor)
-        object.__setattr__(found, "pairs", pairs)
-        return found
+        batch = self._copied(lambda tensor: tensor)
+        object.__setattr__(batch, "pairs", pairs)
+        return batch
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -127,9 +127,9 @@ class MicroBatch:
         return [tensor for tensor in tensors if tensor is not None]
 
     def _copied(self, copy: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        found = object.__new__(type(self))  # not made by `replace`, which would count again
+        batch = object.__new__(type(self))  # not made by `replace`, which would count again
         for name, value in vars(self).items():
             if isinstance(value, CompletionPairs):
                 value = value.copied(copy)
-            object.__setattr__(found, name, copy(value) if isinstance(value, Tensor) else value)
-        return found
+            object.__setattr__(batch, name, copy(value) if isinstance(value, Tensor) else value)
+        return batch

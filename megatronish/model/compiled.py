@@ -52,12 +52,12 @@ def _why_no_cpp(name: str) -> str | None:
     """What is wrong with a C++ compiler and what helps; None where it makes a library, as torch will ask it to."""
     if not name.strip():
         return "CXX is set to nothing; name a C++ compiler in it, or unset it to have g++"
-    found = shutil.which(name)  # the whole of it: torch runs a program of this name, without a shell
-    if found is None and shutil.which(name.split()[0]) is not None:
+    path = shutil.which(name)  # the whole of it: torch runs a program of this name, without a shell
+    if path is None and shutil.which(name.split()[0]) is not None:
         return f"CXX={name!r} is not the name of a program; leave its options out: CXX={name.split()[0]}"
-    if found is None:
+    if path is None:
         return f"there is no C++ compiler {name!r}; install one, or name it in CXX"
-    if (said := _failure(found)) is None:
+    if (said := _failure(path)) is None:
         return None
     return (
         f"the C++ compiler {name!r} cannot build a library with Python's headers ({said}); repair it (it may need "

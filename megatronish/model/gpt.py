@@ -318,8 +318,8 @@ class GPT(nn.Module):
 
     def routers(self) -> dict[int, Router]:
         """Routers of this rank's layers, by the number of the layer."""
-        found = {int(number): getattr(layer, "mlp", None) for number, layer in self.layers.items()}
-        return {number: mlp.router for number, mlp in found.items() if isinstance(mlp, MixtureOfExperts)}
+        mlps = {int(number): getattr(layer, "mlp", None) for number, layer in self.layers.items()}
+        return {number: mlp.router for number, mlp in mlps.items() if isinstance(mlp, MixtureOfExperts)}
 
     def state(self) -> dict[str, Tensor]:
         """State of this rank's routers that no gradient changes, fp32, by name."""
@@ -332,21 +332,21 @@ class GPT(nn.Module):
     def by_first_use(self) -> list[tuple[nn.Module, list[str]]]:
         """Modules in the order of a forward, each with the parameters that no module before it uses."""
         names = {parameter: name for name, parameter in self.named_parameters()}
-        found = []
+        modules = []
         for part in (part for chunk in self.chunks for part in self._parts(chunk)):
-            found.append((part, [names.pop(parameter) for parameter in _used_by(part) if parameter in names]))
-        return found
+            modules.append((part, [names.pop(parameter) for parameter in _used_by(part) if parameter in names]))
+        return modules
 
     def users(self) -> dict[str, list[User]]:
         """Users of each parameter. A tied embedding has two: it looks up in one chunk and multiplies in another."""
         names = {parameter: name for name, parameter in self.named_parameters()}
-        found: dict[str, list[User]] = {name: [] for name in names.values()}
+        users_by_name: dict[str, list[User]] = {name: [] for name in names.values()}
         for number, chunk in enumerate(self.chunks):
             for part in self._parts(chunk):
                 deferrable = deferrable_weights(part)
                 for parameter in _used_by(part):
-                    found[names[parameter]].append(User(number, parameter in deferrable))
-        return found
+                    users_by_name[names[parameter]].append(User(number, parameter in deferrable))
+        return users_by_name
 
     def _parts(self, chunk: ModelChunk) -> list[nn.Module]:
         """Modules that a forward of the chunk calls, in order."""

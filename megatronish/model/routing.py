@@ -40,13 +40,13 @@ class Tally:
 
     def stacked(self, num_layers: int) -> dict[str, Tensor]:
         """[num_layers, ...] of each name, zeros for layers that are elsewhere or have no experts."""
-        found = {}
+        stacked = {}
         for name, values in self.sums.items():
             some = next(iter(values.values()))
-            found[name] = some.new_zeros(num_layers, *some.shape)
+            stacked[name] = some.new_zeros(num_layers, *some.shape)
             for layer, value in values.items():
-                found[name][layer] = value
-        return found
+                stacked[name][layer] = value
+        return stacked
 
 
 @dataclass(frozen=True)

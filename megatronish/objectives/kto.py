@@ -58,10 +58,10 @@ class KTO:
 
     def reported(self, metrics: Metrics) -> Metrics:
         """Means over the wanted and over the unwanted completions; the margin where a step has both."""
-        found = {name: metrics[name] for name in (LOSS, "kl")}
+        reported = {name: metrics[name] for name in (LOSS, "kl")}
         for kind, number in (("chosen", metrics[_CHOSEN]), ("rejected", metrics[_REJECTED])):
             if number > 0:
-                found |= {name: metrics[name] / number for name in (f"rewards/{kind}", f"logps/{kind}")}
-        if {"rewards/chosen", "rewards/rejected"} <= found.keys():
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found
+                reported |= {name: metrics[name] / number for name in (f"rewards/{kind}", f"logps/{kind}")}
+        if {"rewards/chosen", "rewards/rejected"} <= reported.keys():
+            reported["rewards/margins"] = reported["rewards/chosen"] - reported["rewards/rejected"]
+        return reported

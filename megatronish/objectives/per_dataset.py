@@ -42,8 +42,8 @@ class PerDataset:
 
     def reported(self, metrics: Metrics) -> Metrics:
         """A loss divided by the tokens of its data set; that of a set without a token in the step is left out."""
-        found = {name: value for name, value in metrics.items() if name not in (*self._losses, *self._tokens)}
+        reported = {name: value for name, value in metrics.items() if name not in (*self._losses, *self._tokens)}
         for loss, tokens in zip(self._losses, self._tokens, strict=True):
             if metrics[tokens] > 0:
-                found[loss] = metrics[loss] / metrics[tokens]
-        return found
+                reported[loss] = metrics[loss] / metrics[tokens]
+        return reported

@@ -28,15 +28,15 @@ class AdamW(TorchUpdate):
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, masters: Masters, config: OptimizerConfig) -> None:
-        devices = {each.device for each in masters.parameters.values()}
+        devices = {master.device for master in masters.parameters.values()}
         assert len(devices) <= 1, "masters of one rank live in one place"
         super().__init__(masters, partial(adamw, config=config, masters_on=next(iter(devices), masters.device)))
 
     @staticmethod
     def described(masters_on: torch.device, /) -> str:
         """The kernel that steps masters on this device, with the reason."""
-        found = find_fused_adam(masters_on)
-        return f"{'torch' if found.fused_adam is None else 'apex'}'s fused AdamW ({found.reason})"
+        choice = find_fused_adam(masters_on)
+        return f"{'torch' if choice.fused_adam is None else 'apex'}'s fused AdamW ({choice.reason})"
 
 
 def adamw(groups: list[dict[str, Any]], *, config: OptimizerConfig, masters_on: torch.device) -> torch.optim.Optimizer:
@@ -53,12 +53,12 @@ def find_fused_adam(masters_on: torch.device) -> FusedAdamChoice:
     if masters_on.type != "cuda":
         return FusedAdamChoice(None, "masters are on the CPU")
     try:
-        found = import_module("apex.optimizers").FusedAdam
+        fused_adam = import_module("apex.optimizers").FusedAdam
         import_module("amp_C")  # its kernels, an extension that apex may have been built without
     except ModuleNotFoundError as error:
         return FusedAdamChoice(None, f"there is no module {error.name} of NVIDIA apex")
     except Exception as error:  # a broken build, or the other package that is called apex
         return FusedAdamChoice(None, f"NVIDIA apex does not import: {type(error).__name__}: {error}")
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    if not (isinstance(fused_adam, type) and issubclass(fused_adam, torch.optim.Optimizer)):
         return FusedAdamChoice(None, "apex.optimizers.FusedAdam is no optimizer: this is not NVIDIA's apex")
-    return FusedAdamChoice(found, "masters are on CUDA")
+    return FusedAdamChoice(fused_adam, "masters are on CUDA")

@@ -88,12 +88,12 @@ class TorchUpdate:
         groups = [
             {"params": parameters, "decays": decays}
             for decays in (True, False)
-            if (parameters := [each for name, each in self.parameters.items() if masters.decays(name) == decays])
+            if (parameters := [master for name, master in self.parameters.items() if masters.decays(name) == decays])
         ]
         self.inner = make(groups) if groups else None
         self.state = {
-            name: {state: torch.zeros_like(each, requires_grad=False) for state in self.state_names}
-            for name, each in self.parameters.items()
+            name: {state: torch.zeros_like(master, requires_grad=False) for state in self.state_names}
+            for name, master in self.parameters.items()
         }
         self.start_after(0)
 
@@ -103,8 +103,8 @@ class TorchUpdate:
             return
         for group in self.inner.param_groups:
             group["step"] = num_steps
-        for name, each in self.parameters.items():
-            self.inner.state[each] = self.state[name] | {"step": torch.tensor(float(num_steps), device=each.device)}
+        for name, master in self.parameters.items():
+            self.inner.state[master] = self.state[name] | {"step": torch.tensor(float(num_steps), device=master.device)}
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
         """One update; weight decay applies to the masters that decay."""

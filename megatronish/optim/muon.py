@@ -330,13 +330,13 @@ class Muon:
         row = distribution.collect(self._directions(distribution, round_))
         # 2. Orthogonalise the matrices that this rank owns, in place in its row [1, width].
         for matrix in distribution.owned(round_, row):
-            found = orthogonalized(
+            update = orthogonalized(
                 matrix,
                 num_steps=config.muon_num_ns_steps,
                 kind=config.muon_coefficient_type,
                 precision=config.muon_fp32_matmul_prec,
             )
-            matrix.copy_(found)
+            matrix.copy_(update)
         # 3. Spread: all-gather the rows, [1, width] -> [ranks, width].
         return distribution.spread(row)
 

@@ -29,13 +29,13 @@ class Form(NamedTuple):
 
 def pinned_zeros(forms: Sequence[Form]) -> list[Tensor]:
     """A tensor of zeros in pinned memory for each form."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for sizes in blocks_of([each.num_bytes for each in forms]):
         block, begin = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.uint8, pin_memory=True), 0
-        for form in forms[len(found) : len(found) + len(sizes)]:
-            found.append(block[begin : begin + form.num_bytes].view(form.dtype).view(form.shape))
+        for form in forms[len(tensors) : len(tensors) + len(sizes)]:
+            tensors.append(block[begin : begin + form.num_bytes].view(form.dtype).view(form.shape))
             begin += _aligned(form.num_bytes)
-    return found
+    return tensors
 
 
 def blocks_of(sizes: Sequence[int]) -> list[list[int]]:

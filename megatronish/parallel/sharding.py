@@ -181,7 +181,7 @@ def flat_pieces(pieces: Iterable[Piece], shape: Sequence[int], start: int, stop:
     `pieces` are the rectangles of the whole local tensor. One that does not span the later dims of the local tensor
     (sections of a dim other than the first) is taken apart, so that each result is consecutive in the flat tensor.
     """
-    found = []
+    flat = []
     for offset, sizes in _rectangles(tuple(shape), start, stop):
         for piece in pieces:
             # The overlap of the run's rectangle and the piece, in local coordinates.
@@ -195,8 +195,8 @@ def flat_pieces(pieces: Iterable[Piece], shape: Sequence[int], start: int, stop:
             for low, part in _consecutive(tuple(lows), common, shape):
                 moved = zip(low, piece.local_offset, piece.global_offset, strict=True)
                 global_offset = tuple(at - here + there for at, here, there in moved)
-                found.append(FlatPiece(global_offset, _index(low, shape) - start, part))
-    return tuple(found)
+                flat.append(FlatPiece(global_offset, _index(low, shape) - start, part))
+    return tuple(flat)
 
 
 def _consecutive(
@@ -259,13 +259,15 @@ class HasShardings(Protocol):
 
 def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
     """The sharding of every parameter by its full name; an assertion if a module forgot one or invented one."""
-    found: dict[str, Sharding] = {}
+    shardings: dict[str, Sharding] = {}
     for prefix, child in module.named_modules():
         if isinstance(child, HasShardings):
-            found |= {f"{prefix}.{name}" if prefix else name: sharding for name, sharding in child.shardings().items()}
+            shardings |= {
+                f"{prefix}.{name}" if prefix else name: sharding for name, sharding in child.shardings().items()
+            }
     names = [name for name, _ in module.named_parameters()]
-    assert sorted(names) == sorted(found), f"no sharding, or no parameter: {set(names) ^ set(found)}"
-    return {name: found[name] for name in names}
+    assert sorted(names) == sorted(shardings), f"no sharding, or no parameter: {set(names) ^ set(shardings)}"
+    return {name: shardings[name] for name in names}
 
 
 @torch.no_grad()

@@ -90,7 +90,7 @@ def step_intervals(events: Sequence[Event]) -> dict[str, list[Interval]]:
         thread.sort(key=lambda event: (event["ts"], -event["dur"]))
         of_attention |= _forwards_of_attention(thread)
     charges: dict[int, Charge] = {}  # by the number that kernels know the operator by that has launched them
-    found: dict[str, list[Interval]] = {}
+    intervals_by_step: dict[str, list[Interval]] = {}
     timelines = [(thread, list(_timeline(thread, of_attention, charges))) for thread in threads.values()]
     for thread, timeline in timelines:
         steps = [event for event in thread if _is_step(event)]
@@ -98,12 +98,12 @@ def step_intervals(events: Sequence[Event]) -> dict[str, list[Interval]]:
             whole = list(_of_device(events, charges, timeline))
             for step in steps:
                 start, end = step["ts"], step["ts"] + step["dur"]
-                found[step["name"]] = [
-                    Interval(max(each.start, start), min(each.end, end), each.row)
-                    for each in whole
-                    if each.end > start and each.start < end
+                intervals_by_step[step["name"]] = [
+                    Interval(max(interval.start, start), min(interval.end, end), interval.row)
+                    for interval in whole
+                    if interval.end > start and interval.start < end
                 ]
-    return found
+    return intervals_by_step
 
 
 def _is_step(event: Event) -> bool:
@@ -188,7 +188,10 @@ def _of_device(
     if not kernels:
         return timeline
     calls = {event["args"].get("External id"): event for event in events if event.get("name") == "record_param_comms"}
-    intervals = [Interval(each.start, each.end, each.row if each.row in (DATA, HOOKS) else HOST) for each in timeline]
+    intervals = [
+        Interval(interval.start, interval.end, interval.row if interval.row in (DATA, HOOKS) else HOST)
+        for interval in timeline
+    ]
     for kernel in kernels:
         number = kernel.get("args", {}).get("External id")
         described = {**calls.get(number, {}).get("args", {}), **kernel.get("args", {})}
@@ -279,15 +282,15 @@ class Breakdown:
         steps = []
         for name, intervals in step_intervals(events).items():
             rows = dict.fromkeys(ROWS, 0.0)
-            for each in intervals:
-                rows[each.row] += (each.end - each.start) * SECONDS_OF_TIMES
+            for interval in intervals:
+                rows[interval.row] += (interval.end - interval.start) * SECONDS_OF_TIMES
             steps.append(StepTimes(int(name.removeprefix("step ")), {row: time for row, time in rows.items() if time}))
         return cls(rank, sorted(steps, key=lambda each: each.step))
 
     @property
     def mean(self) -> dict[str, float]:
         """Seconds of each row, the mean of the steps, in the order of `ROWS`."""
-        means = {row: sum(each.rows.get(row, 0.0) for each in self.steps) / len(self.steps) for row in ROWS}
+        means = {row: sum(step.rows.get(row, 0.0) for step in self.steps) / len(self.steps) for row in ROWS}
         return {row: mean for row, mean in means.items() if mean}
 
     def table(self) -> list[str]:
@@ -306,7 +309,7 @@ class Breakdown:
 
     def write(self, path: Path) -> None:
         """Write all steps, and their mean, in seconds, as JSON."""
-        steps = [{**asdict(each), "seconds": each.seconds} for each in self.steps]
+        steps = [{**asdict(step), "seconds": step.seconds} for step in self.steps]
         path.write_text(json.dumps({"rank": self.rank, "mean": self.mean, "steps": steps}, indent=1) + "\n")
 
 
@@ -321,8 +324,8 @@ def plot_breakdown(breakdown: Breakdown, path: Path) -> Path:
     axes = figure.subplots()
     begin = [0.0] * len(steps)
     for row in breakdown.mean:
-        times = [1000 * each.rows.get(row, 0.0) for each in steps]
-        axes.barh([str(each.step) for each in steps], times, left=begin, label=row, color=_color(row))
+        times = [1000 * step.rows.get(row, 0.0) for step in steps]
+        axes.barh([str(step.step) for step in steps], times, left=begin, label=row, color=_color(row))
         begin = [start + time for start, time in zip(begin, times, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="milliseconds", ylabel="step", title=f"where the steps of rank {breakdown.rank} went")

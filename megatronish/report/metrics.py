@@ -266,51 +266,51 @@ def full_line(values: Mapping[str, Value], num_steps: int) -> str:
 
 def compact_parts(values: Mapping[str, Value], num_steps: int) -> list[Part]:
     """Parts of a step's compact line; with the usual ones, up to 100 columns together."""
-    found = {name: value for name, value in values.items() if value is not None}
-    own = [name for name in found if name not in METRICS]
+    numbers = {name: value for name, value in values.items() if value is not None}
+    own = [name for name in numbers if name not in METRICS]
     width = len(str(num_steps))
-    loss = found["loss"]
+    loss = numbers["loss"]
     return [
-        Part("step", f"{found['step']:{width}d}/{num_steps}"),
+        Part("step", f"{numbers['step']:{width}d}/{num_steps}"),
         Part("loss", f"{loss:6.4f}", "bold" if math.isfinite(loss) else "red"),
-        *(Part(metric_of(name).tag or name, f"{found[name]:.4g}", rank=1) for name in own),
-        *_experts(found),
-        Part("grad", f"{found['grad_norm']:<5.3g}", rank=2),
-        Part("lr", f"{found['learning_rate']:.1e}".replace("e-0", "e-").replace("e+0", "e+"), rank=3),
-        Part("", "{}{} tok/s".format(*with_prefix(found["tokens_per_second"]))),
-        _computing(found),
-        Part("", f"{found['peak_memory_bytes'] / 2**30:.1f}GiB", rank=5),
-        *([Part("ETA", f"{duration(found['seconds_left']):<6}", rank=1)] if "seconds_left" in found else []),
-        *_troubles(found),
+        *(Part(metric_of(name).tag or name, f"{numbers[name]:.4g}", rank=1) for name in own),
+        *_experts(numbers),
+        Part("grad", f"{numbers['grad_norm']:<5.3g}", rank=2),
+        Part("lr", f"{numbers['learning_rate']:.1e}".replace("e-0", "e-").replace("e+0", "e+"), rank=3),
+        Part("", "{}{} tok/s".format(*with_prefix(numbers["tokens_per_second"]))),
+        _computing(numbers),
+        Part("", f"{numbers['peak_memory_bytes'] / 2**30:.1f}GiB", rank=5),
+        *([Part("ETA", f"{duration(numbers['seconds_left']):<6}", rank=1)] if "seconds_left" in numbers else []),
+        *_troubles(numbers),
     ]
 
 
-def _computing(found: Mapping[str, float]) -> Part:
+def _computing(numbers: Mapping[str, float]) -> Part:
     """MFU, or FLOP/s of a device whose peak is not known."""
-    if "mfu" in found:
-        return Part("MFU", f"{found['mfu']:5.1%}", rank=4)
-    return Part("", "{} {}FLOP/s".format(*with_prefix(1e12 * found["model_tflops_per_device"])), rank=4)
+    if "mfu" in numbers:
+        return Part("MFU", f"{numbers['mfu']:5.1%}", rank=4)
+    return Part("", "{} {}FLOP/s".format(*with_prefix(1e12 * numbers["model_tflops_per_device"])), rank=4)
 
 
-def _experts(found: Mapping[str, float]) -> list[Part]:
+def _experts(numbers: Mapping[str, float]) -> list[Part]:
     """Of a model with experts the largest load, over the mean; idle experts and dropped choices where there are any."""
-    parts = [Part("load", f"{found['largest_expert_load']:.2f}x", rank=2)] if "largest_expert_load" in found else []
-    if count := found.get("num_idle_experts"):
+    parts = [Part("load", f"{numbers['largest_expert_load']:.2f}x", rank=2)] if "largest_expert_load" in numbers else []
+    if count := numbers.get("num_idle_experts"):
         parts.append(Part("idle", f"{count:.0f}", "yellow", rank=1))
-    if share := found.get("dropped_share"):
+    if share := numbers.get("dropped_share"):
         parts.append(Part("dropped", f"{share:.1%}", rank=1))
     return parts
 
 
-def _troubles(found: Mapping[str, float]) -> list[Part]:
+def _troubles(numbers: Mapping[str, float]) -> list[Part]:
     """What is shown only where there is something to see: skipped steps, a loss scale, waiting for data."""
     parts = []
-    if found["loss_scale"] != 1.0:
-        parts.append(Part("scale", f"{found['loss_scale']:.0f}", rank=2))
+    if numbers["loss_scale"] != 1.0:
+        parts.append(Part("scale", f"{numbers['loss_scale']:.0f}", rank=2))
     for name in ("skipped", "nan"):
-        if count := found[f"{name}_since_line"]:
+        if count := numbers[f"{name}_since_line"]:
             parts.append(Part(name, str(count), "red"))
-    share = found["data_seconds"] / (found["data_seconds"] + found["step_seconds"])
+    share = numbers["data_seconds"] / (numbers["data_seconds"] + numbers["step_seconds"])
     if share >= DATA_BOUND:
         parts.append(Part("data wait", f"{share:.0%}", "yellow"))
     return parts

@@ -29,8 +29,8 @@ def each_line(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for line in file:
             with suppress(ValueError, RecursionError):  # also of what is no text
-                if isinstance(found := json.loads(line), dict):
-                    yield found
+                if isinstance(record := json.loads(line), dict):
+                    yield record
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -92,13 +92,13 @@ def _draw_loss(axes: Axes, steps: np.ndarray, loss: np.ndarray) -> None:
 
 def _draw_evaluations(axes: Axes, lines: list[dict[str, Any]]) -> list[float]:
     """Draw a dot for each evaluation; returns all losses."""
-    found = {(line["name"], line["step"]): line["loss"] for line in lines}
-    for place, name in enumerate(dict.fromkeys(name for name, _ in found), start=1):
-        points = sorted((step, loss) for (other, step), loss in found.items() if other == name)
+    losses = {(line["name"], line["step"]): line["loss"] for line in lines}
+    for place, name in enumerate(dict.fromkeys(name for name, _ in losses), start=1):
+        points = sorted((step, loss) for (other, step), loss in losses.items() if other == name)
         size = 5 if len(points) < 50 else 2.5
         (line,) = axes.plot(*zip(*points, strict=True), f"C{place}o:", linewidth=1, markersize=size)
         line.set_label(f"{name} ({points[-1][1]:.3f})")
-    return list(found.values())
+    return list(losses.values())
 
 
 def _choose_scale(axes: Axes, losses: np.ndarray) -> None:

@@ -35,7 +35,7 @@ def _counted_shards(engine: Engine) -> Iterator[tuple[str, Shard]]:
 
 def _by_domain(engine: Engine, tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
     """Tensors by parameter, grouped by their reduction domain."""
-    found: dict[str, list[Tensor]] = {name: [] for name in engine.mesh.domains}
+    tensors_by_domain: dict[str, list[Tensor]] = {name: [] for name in engine.mesh.domains}
     for name, parts in tensors.items():
-        found[engine.stage.shardings[name].domain] += parts
-    return found
+        tensors_by_domain[engine.stage.shardings[name].domain] += parts
+    return tensors_by_domain

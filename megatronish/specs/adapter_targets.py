@@ -104,7 +104,7 @@ def refuse_wrong_targets(model: ModelConfig, config: AdapterConfig) -> None:
     if (
         complaint is None
         and config.lora_dropout > 0
-        and any(each.copies > 1 for each in adapted_sections(model, config))
+        and any(section.copies > 1 for section in adapted_sections(model, config))
     ):
         complaint = (
             f"lora_dropout={config.lora_dropout} is not for the adapters of experts, whose rows have no position; use "

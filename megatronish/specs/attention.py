@@ -168,43 +168,43 @@ class AttentionSpec:
     def more_kept(self, run: AttentionRun) -> float:
         """Bytes that a GPU keeps more than the cost row says."""
         heads, kv_heads = (number * self.head_size for number in (self.num_heads, self.num_kv_heads))
-        found, turns, feature = 0.0, run.has_rope and self.rotary, run.size.feature
+        kept, turns, feature = 0.0, run.has_rope and self.rotary, run.size.feature
         if run.cp > 1 and not run.is_ring:
-            found += feature * heads  # the output as it was computed, and as it has come back
+            kept += feature * heads  # the output as it was computed, and as it has come back
         else:
             if turns:
-                found += feature * (heads + kv_heads)
+                kept += feature * (heads + kv_heads)
             copies = run.micro_batch_size > 1 and not run.has_dropout
             if run.cp == 1 and copies and not self.is_flex(run):
-                found += feature * heads  # in the order of the heads, and in that of the sequence
+                kept += feature * heads  # in the order of the heads, and in that of the sequence
         if run.is_selective:
-            return found
+            return kept
         if self.has_dense_mask(run) and not run.has_alibi:
-            found += run.size.element * run.masked_pairs
+            kept += run.size.element * run.masked_pairs
         if self.repeats_heads(run):
-            found += feature * 2 * heads
+            kept += feature * 2 * heads
             if turns and run.cp == 1:  # nothing else keeps the turned keys, nor what was turned
-                found -= feature * (heads + 3 * kv_heads)
-        return found
+                kept -= feature * (heads + 3 * kv_heads)
+        return kept
 
     def transients(self, run: AttentionRun) -> float:
         """Bytes that the backward needs besides what was kept."""
         size, heads = run.size, self.num_heads * self.head_size
         sizes = heads + 2 * self.num_kv_heads * self.head_size
-        found = size.residual + size.feature * (sizes + heads)
+        num_bytes = size.residual + size.feature * (sizes + heads)
         if run.backend in ("fused_softmax", "unfused"):
-            return found + self._explicit_transients(run)
+            return num_bytes + self._explicit_transients(run)
         if not run.is_ring and not run.has_dropout:  # with gradients of copied keys and values
-            return found + (size.feature * 2 * heads if self.repeats_heads(run) else 0)
+            return num_bytes + (size.feature * 2 * heads if self.repeats_heads(run) else 0)
         unit = run.tokens / size.tp
-        found += unit * 4 * (sizes + (3 * (sizes - heads) if run.is_ring else 0))
+        num_bytes += unit * 4 * (sizes + (3 * (sizes - heads) if run.is_ring else 0))
         if run.has_dropout:
             row = 4 * run.micro_batch_size * run.seq_length * self.num_heads // size.tp
             block = min(BLOCK_BYTES, BLOCK_QUERIES * row)
             if run.is_ring:  # tiles of half of what a rank has
                 block = row * run.seq_length // (2 * run.cp) ** 2
-            found += block * (3 if run.kernels else 8)
-        return found
+            num_bytes += block * (3 if run.kernels else 8)
+        return num_bytes
 
     def _explicit_transients(self, run: AttentionRun) -> float:
         """Scores in the backward of explicit attention, and the probabilities that selective recomputation restores."""
@@ -241,18 +241,18 @@ class AttentionSpec:
 
     def exchanges(self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool) -> list[Exchange]:
         """What a rank exchanges inside of attention, for so many tokens with elements of `width` bytes."""
-        found = []
+        exchanges = []
         if self.qk_norm and self.norm_across_heads:  # a sum of squares of each token, in fp32
             sums = [Exchange("tp", "all-reduce", tokens * 4, tokens * 4, False, f"attention.qkv.{n}") for n in "qk"]
-            found += sums
+            exchanges += sums
         if cp == 1:
-            return found
+            return exchanges
         unit = tokens * self.head_size // tp
         if is_ring:
             ring = RingBytes.of(2 * unit * self.num_kv_heads, cp=cp, width=width)
-            return [*found, *(Exchange("cp", each, ring.forward, ring.backward) for each in ("send", "receive"))]
+            return [*exchanges, *(Exchange("cp", kind, ring.forward, ring.backward) for kind in ("send", "receive"))]
         traded = unit * traded_heads(self.num_heads, self.num_kv_heads, tp=tp, cp=cp) * width
-        return [*found, Exchange("cp", "all-to-all", traded, traded)]
+        return [*exchanges, Exchange("cp", "all-to-all", traded, traded)]
 
 
 class RingBytes(NamedTuple):

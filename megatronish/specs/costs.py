@@ -141,10 +141,10 @@ class NormShape:
         On a CPU torch's RMSNorm is a chain of operations, which keeps two copies in fp32: the input and what is
         multiplied by the weight. A weight stored as w - 1 is normalised in fp32 there, and the input is kept in fp32.
         """
-        each = element_bytes
+        width = element_bytes
         if device == "cpu" and not self.cuts_weight:
-            each = 8 if self.kind == "RMSNorm" else 4 if self.one_plus else element_bytes
-        size = self.size * self.vectors * each
+            width = 8 if self.kind == "RMSNorm" else 4 if self.one_plus else element_bytes
+        size = self.size * self.vectors * width
         return Count(split=size) if self.is_split else Count(whole=size)
 
 
@@ -194,28 +194,28 @@ class LayerCost:
     def parameters(self) -> Count:
         """Parameters by how tp cuts them."""
         norms = sum_counts(norm.parameters for norm in self.norms)
-        return sum_counts(each.parameters for each in self.linears) + norms + self.vectors
+        return sum_counts(linear.parameters for linear in self.linears) + norms + self.vectors
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token passes: of experts the chosen ones alone."""
         norms = sum(norm.parameters.total for norm in self.norms)
-        return sum(each.active_parameters for each in self.linears) + norms + self.vectors.total
+        return sum(linear.active_parameters for linear in self.linears) + norms + self.vectors.total
 
     @property
     def matrices(self) -> Count:
         """Weights of linear layers by how tp cuts them."""
-        return sum_counts(each.matrices for each in self.linears)
+        return sum_counts(linear.matrices for linear in self.linears)
 
     @property
     def largest_matrix(self) -> Count:
         """Weight of the largest linear layer."""
-        return max((each.matrices for each in self.linears), key=lambda count: count.total, default=Count())
+        return max((linear.matrices for linear in self.linears), key=lambda count: count.total, default=Count())
 
     @property
     def linear_flops(self) -> int:
         """FLOPs of one token forward in linear layers."""
-        return sum(each.flops for each in self.linears)
+        return sum(linear.flops for linear in self.linears)
 
     def score_flops(self, seq_length: int, mask: Literal["causal", "full"]) -> float:
         """FLOPs of the average token forward: queries times keys."""
@@ -229,20 +229,20 @@ class LayerCost:
         self, *, seq_length: int, element_bytes: int, score_bytes: int = 0, device: DeviceType = "cuda"
     ) -> Count:
         """Bytes a token that wait for the backward; `score_bytes` for each query with each key, in a window or not."""
-        elements = sum_counts(each.inputs for each in self.linears) + self.kept
-        norms = sum_counts(each.saved_bytes(element_bytes=element_bytes, device=device) for each in self.norms)
+        elements = sum_counts(linear.inputs for linear in self.linears) + self.kept
+        norms = sum_counts(norm.saved_bytes(element_bytes=element_bytes, device=device) for norm in self.norms)
         scores = Count(split=sum(core.num_heads for core in self.cores) * seq_length * score_bytes)
         return elements * element_bytes + norms + scores
 
     @property
     def deferred_inputs(self) -> Count:
         """Elements a token that deferred weight gradients keep of inputs; cut under sequence parallelism."""
-        return sum_counts(each.inputs for each in self.linears)
+        return sum_counts(linear.inputs for linear in self.linears)
 
     @property
     def deferred_gradients(self) -> Count:
         """Elements a token that deferred weight gradients keep of output gradients, gathered over the sequence."""
-        return sum_counts(each.outputs for each in self.linears)
+        return sum_counts(linear.outputs for linear in self.linears)
 
 
 class ActivationBytes(NamedTuple):

@@ -140,8 +140,8 @@ class Trace(NamedTuple):
             part = Trace(*json.loads(path.read_text()))
             whole.outputs.update(part.outputs)
             whole.gradients.update(part.gradients)
-            whole.choices.update({key: Choices(*found) for key, found in part.choices.items()})
-            whole.rerouted.extend(Rerouted(*found) for found in part.rerouted)
+            whole.choices.update({key: Choices(*fields) for key, fields in part.choices.items()})
+            whole.rerouted.extend(Rerouted(*fields) for fields in part.rerouted)
             for key, values in part.exact.items():
                 whole.exact.setdefault(key, []).extend(values)
             whole = whole._replace(steps=part.steps, metrics=part.metrics)
@@ -193,16 +193,16 @@ def trace_rank(config: Config, num_steps: int, folder: Path, replayed: dict[str,
         hooks=(),
         progress=Progress(),
     )
-    found = Trace.empty()._replace(outputs=recorder.outputs, choices=routing.choices, rerouted=routing.rerouted)
+    recorded = Trace.empty()._replace(outputs=recorder.outputs, choices=routing.choices, rerouted=routing.rerouted)
     for step in range(num_steps):
         recorder.step = routing.step = step
         consumed = trainer.progress.consumed_samples
         result = trainer.step(trainer.prepare(consumed, trainer.schedule.batch_size.at(consumed))).result
-        found.steps.append((result.loss, result.grad_norm))
-        found.metrics.append(dict(result.metrics))
-        found.exact.update({f"{step}/{name}": [values] for name, values in _exact(engine, result).items()})
-        found.gradients.update({f"{step}/{name}": squares for name, squares in _gradient_squares(engine).items()})
-    (folder / f"trace_{place.rank}.json").write_text(json.dumps(found))
+        recorded.steps.append((result.loss, result.grad_norm))
+        recorded.metrics.append(dict(result.metrics))
+        recorded.exact.update({f"{step}/{name}": [values] for name, values in _exact(engine, result).items()})
+        recorded.gradients.update({f"{step}/{name}": squares for name, squares in _gradient_squares(engine).items()})
+    (folder / f"trace_{place.rank}.json").write_text(json.dumps(recorded))
     comm.barrier(mesh.world)
     leave()
     return 0
@@ -210,17 +210,17 @@ def trace_rank(config: Config, num_steps: int, folder: Path, replayed: dict[str,
 
 def _exact(engine: Engine, result: StepResult) -> dict[str, list[float]]:
     """The choices of each expert, and the states of this rank's routers after a step."""
-    found = (
+    exact = (
         {} if result.expert_load is None else {"choices of each expert": result.expert_load.tokens.flatten().tolist()}
     )
     for layer, router in engine.stage.model.routers().items():
-        found |= {f"{name} of the router of layers.{layer}": state.tolist() for name, state in router.state.items()}
-    return found
+        exact |= {f"{name} of the router of layers.{layer}": state.tolist() for name, state in router.state.items()}
+    return exact
 
 
 def _gradient_squares(engine: Engine) -> dict[str, float]:
     """The sum of squares of every parameter's gradient (after clipping), over the ranks that hold its parts."""
-    found = {}
+    squares_by_name = {}
     sharing = engine.data_parallel
     for name in engine.stage.shardings:
         part = sharing.gradients.get(name)
@@ -229,8 +229,8 @@ def _gradient_squares(engine: Engine) -> dict[str, float]:
         domain = sharing.domains[engine.stage.shardings[name].domain]
         for axis in (domain.shard, *(domain.model[cut.axis] for cut in engine.stage.shardings[name].cuts)):
             comm.all_reduce(squares, axis)
-        found[name] = float(squares)
-    return found
+        squares_by_name[name] = float(squares)
+    return squares_by_name
 
 
 def trace(config: Config, *, num_steps: int, replayed: dict[str, Choices] | None = None) -> Trace | None:

@@ -44,12 +44,12 @@ class RanksSeen:
         beat = self.beats.get(rank)
         if beat is None:
             return None
-        found = beat.thread(thread)
+        state = beat.thread(thread)
         # A main thread that waits for the save in the background hangs only if the saving thread does.
         saving = next((each for each in beat.threads if each.name != MAIN and each.waiting is not None), None)
-        if found is not None and found.name == MAIN and found.waiting is None and found.helper_stack and saving:
+        if state is not None and state.name == MAIN and state.waiting is None and state.helper_stack and saving:
             return saving
-        return found
+        return state
 
 
 def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
@@ -68,7 +68,7 @@ def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
     lacks = {rank: _lacking(rank, edges) for rank in range(seen.size)}
     gone = [_gone(seen, rank, lacks[rank], states[rank]) for rank in range(seen.size)]
     if any(gone):
-        return [each for each in gone if each is not None]
+        return [culprit for culprit in gone if culprit is not None]
     # 4. Ranks that are in no collective while others are: a loop of their own, data, a disk. Those that others lack
     # come first.
     outside = [
@@ -76,10 +76,10 @@ def verdict(seen: RanksSeen, *, thread: str = MAIN) -> list[Culprit]:
         for rank, state in states.items()
         if state is not None and not edges.get(rank) and state.waiting is None and not state.in_torch
     ]
-    awaited = [each for each in outside if each.lacks is not None] or outside
+    awaited = [culprit for culprit in outside if culprit.lacks is not None] or outside
     if awaited:
         # Ranks that are still at work are no reason to end a run, however long others wait for them.
-        return [each for each in awaited if each.thread is not None and each.thread.is_overdue]
+        return [culprit for culprit in awaited if culprit.thread is not None and culprit.thread.is_overdue]
     # 5. No rank is outside. One in a collective of torch's own, which has no number here, may keep the others waiting.
     stray = [
         Culprit(rank, "outside", state, lacks[rank], state.idle)
@@ -105,8 +105,8 @@ def _has_newcomer(state: ThreadBeat, others: Iterable[ThreadBeat | None]) -> boo
         return False
     # Ranks arrive at different times: as long as one of them has just come, the transfer has not had its time.
     mine = state.waiting.line, state.waiting.number
-    inside = [each for each in others if each is not None and each.waiting is not None and not each.is_overdue]
-    return any((each.waiting.line, each.waiting.number) == mine for each in inside if each.waiting is not None)
+    inside = [other for other in others if other is not None and other.waiting is not None and not other.is_overdue]
+    return any((other.waiting.line, other.waiting.number) == mine for other in inside if other.waiting is not None)
 
 
 def _can_wait(seen: RanksSeen, rank: int) -> bool:
@@ -169,11 +169,11 @@ def different(seen: RanksSeen) -> list[Culprit]:
 
 def _by_line(seen: RanksSeen) -> dict[str, dict[int, dict[int, Collective]]]:
     """{line: {rank: {number: entry}}} of lines that at least two ranks tell of."""
-    found: dict[str, dict[int, dict[int, Collective]]] = {}
+    ranks_by_line: dict[str, dict[int, dict[int, Collective]]] = {}
     for rank, beat in seen.beats.items():
         for line, entries in beat.recent.items():
-            found.setdefault(line, {})[rank] = {each.number: each for each in entries}
-    return {line: ranks for line, ranks in found.items() if len(ranks) > 1}
+            ranks_by_line.setdefault(line, {})[rank] = {entry.number: entry for entry in entries}
+    return {line: ranks for line, ranks in ranks_by_line.items() if len(ranks) > 1}
 
 
 def _waits_for(seen: RanksSeen, rank: int, state: ThreadBeat | None) -> Iterator[tuple[int, Collective]]:
@@ -287,7 +287,9 @@ class RankWords:
         other = next(
             rank
             for rank, beat in seen.beats.items()
-            if any((each.number, each.kind) == (usual.number, usual.kind) for each in beat.recent.get(usual.line, []))
+            if any(
+                (entry.number, entry.kind) == (usual.number, usual.kind) for entry in beat.recent.get(usual.line, [])
+            )
         )
         return (
             f"ranks do different things: in collective {mine.number:,} of {mine.axis} {self.rank(culprit.rank)} "
@@ -305,7 +307,7 @@ class RankWords:
     def _transfer(self, culprits: Sequence[Culprit]) -> str:
         first = culprits[0]
         what = _named(first.lacks) if first.lacks else f"torch's {first.thread.in_torch if first.thread else ''}"
-        ranks = ", ".join(self.rank(each.rank) for each in culprits[:_MOST])
+        ranks = ", ".join(self.rank(culprit.rank) for culprit in culprits[:_MOST])
         why = "has been entered by all of its ranks and" if first.lacks else "of which no record is kept"
         wait = "waits" if len(culprits) == 1 else "wait"
         return (

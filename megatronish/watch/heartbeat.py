@@ -90,7 +90,7 @@ class Beat:
 
     def thread(self, name: str) -> ThreadBeat | None:
         """The thread of this name, if the rank has it."""
-        return next((each for each in self.threads if each.name == name), None)
+        return next((thread for thread in self.threads if thread.name == name), None)
 
     def to_json(self) -> str:
         """The beat as text."""
@@ -104,13 +104,13 @@ def bare_beat(rank: int, recent: dict[str, list[Collective]]) -> Beat:
 
 def beat_of(text: str) -> Beat:
     """The beat that a text holds."""
-    found = json.loads(text)
+    fields = json.loads(text)
     threads = [
         ThreadBeat(**{**each, "waiting": None if each["waiting"] is None else Collective(**each["waiting"])})
-        for each in found.pop("threads")
+        for each in fields.pop("threads")
     ]
-    recent = {line: [Collective(**each) for each in several] for line, several in found.pop("recent").items()}
-    return Beat(**found, threads=threads, recent=recent)
+    recent = {line: [Collective(**each) for each in several] for line, several in fields.pop("recent").items()}
+    return Beat(**fields, threads=threads, recent=recent)
 
 
 REPORT = "report"
@@ -223,8 +223,8 @@ class PatientBoard:
 
     def get(self, name: str) -> str | None:
         """The text of this name, None if there is none."""
-        found: str | None = self._call(self._board.get, name)
-        return found
+        text: str | None = self._call(self._board.get, name)
+        return text
 
     def claim(self, name: str) -> bool:
         """Whether this call is the first one with this name, of all ranks."""

@@ -75,13 +75,13 @@ def frame_of(thread: int) -> FrameType | None:
 
 def lines_of(frame: FrameType | None, *, most: int = 12) -> list[str]:
     """`file:line function` of the frames, the innermost first. Files of this repository are relative to it."""
-    found: list[str] = []
-    while frame is not None and len(found) < most:
+    lines: list[str] = []
+    while frame is not None and len(lines) < most:
         path = Path(frame.f_code.co_filename)
         name = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else Path(*path.parts[-2:])
-        found.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
+        lines.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return found
+    return lines
 
 
 def torch_call(frame: FrameType | None) -> str:
@@ -110,7 +110,7 @@ def is_compiling(frame: FrameType | None) -> bool:
 
 def thread_named(prefix: str) -> int | None:
     """Identifier of the thread whose name starts so, None if there is none."""
-    return next((each.ident for each in threading.enumerate() if each.name.startswith(prefix)), None)
+    return next((thread.ident for thread in threading.enumerate() if thread.name.startswith(prefix)), None)
 
 
 MAIN = "main"
@@ -165,7 +165,7 @@ class Observer:
         )
 
     def _threads(self) -> Iterator[ThreadBeat]:
-        names = {each.ident: each.name for each in threading.enumerate()}
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
         now = time.monotonic()
         for ident, phase in list(self.record.phases.items()):
             if ident not in names:  # it has ended
@@ -209,12 +209,12 @@ class Observer:
         return self.limits.of_phase(phase.name, median_step=self.record.median_step)
 
     def _recent(self) -> dict[str, list[Collective]]:
-        now, found = time.monotonic(), dict[str, list[Collective]]()
+        now, entries_by_line = time.monotonic(), dict[str, list[Collective]]()
         entries = sorted((each for each in list(self.record.ring) if each is not None), key=lambda each: each.since)
         for entry in entries:
             if entry.peer is None:
-                found.setdefault(entry.line.key, []).append(_words(entry, now, self.rank))
-        return {line: several[-_RECENT:] for line, several in found.items()}
+                entries_by_line.setdefault(entry.line.key, []).append(_words(entry, now, self.rank))
+        return {line: several[-_RECENT:] for line, several in entries_by_line.items()}
 
 
 def _words(entry: Entry, now: float, rank: int) -> Collective:

@@ -91,10 +91,10 @@ def read_ring(path: Path, rank: int) -> dict[str, list[Collective]]:
     notes = [json.loads(line) for line in data[_TABLE:].rstrip(b"\0").splitlines()]
     lines = {note["line"]: note["key"] for note in notes if "line" in note}
     kinds = {note["kind"]: note for note in notes if "kind" in note}
-    found: dict[str, list[Collective]] = {}
-    for each in _slots(data, lines, kinds, rank):
-        found.setdefault(each.line, []).append(each)
-    return {line: sorted(several, key=lambda each: each.number) for line, several in found.items()}
+    entries_by_line: dict[str, list[Collective]] = {}
+    for entry in _slots(data, lines, kinds, rank):
+        entries_by_line.setdefault(entry.line, []).append(entry)
+    return {line: sorted(several, key=lambda entry: entry.number) for line, several in entries_by_line.items()}
 
 
 def _slots(data: bytes, lines: dict[int, str], kinds: dict[int, Any], rank: int) -> Iterator[Collective]:

@@ -157,14 +157,14 @@ class Watchdog:
 
     def _look(self) -> bool:
         """One round: a beat, and what follows from it. Returns whether this rank makes no progress for some time."""
-        recent = any(each.idle > each.limit / 2 for each in self._observer.look().threads)
+        recent = any(thread.idle > thread.limit / 2 for thread in self._observer.look().threads)
         beat = self._put(recent=recent)
         if self._board is not None and (report := self._board.get(REPORT)) is not None:
             self._end(report, {}, prints=False)
         if not recent:
             return False
         self._read(beat)
-        overdue = next((each for each in beat.threads if each.is_overdue), None)
+        overdue = next((thread for thread in beat.threads if thread.is_overdue), None)
         if overdue is not None:
             seen = self._seen(overdue.limit)
             if culprits := verdict(seen, thread=overdue.name):
@@ -214,7 +214,7 @@ class Watchdog:
     def _alone(self) -> None:
         """A round without the board: what is known is this rank's own state, and who keeps the board."""
         beat = self._observer.look()
-        overdue = next((each for each in beat.threads if each.is_overdue), None)
+        overdue = next((thread for thread in beat.threads if thread.is_overdue), None)
         if overdue is not None:
             report = f"the run hangs: {self._words.without_others(self.rank, overdue, beat, kept_by=self._kept_by)}"
             self._end(report, {self.rank: beat}, prints=True)

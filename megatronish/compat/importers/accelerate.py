@@ -163,7 +163,7 @@ def _scaled(found: Imported, kind: str) -> None:
 
 
 def _parallelism(found: Imported, values: Mapping[str, Any]) -> None:
-    rest = {key.removeprefix("parallelism_config_"): each for key, each in values.items()}
+    rest = {key.removeprefix("parallelism_config_"): value for key, value in values.items()}
     # Sequences are cut in one of two ways, and a size of 1 for the other one is none.
     for key in ("cp_size", "sp_size"):
         if rest.get(key) == 1:
@@ -197,7 +197,7 @@ def _deepspeed(found: Imported, values: Mapping[str, Any], precision: str, folde
     found.otherwise |= {f"{within}{key}": reason for key, reason in other.otherwise.items()}
     # 3. What is left of the YAML changes no number.
     read = ("deepspeed_config_file", *FILE_ALONE)
-    rest = {key: each for key, each in config.items() if key not in read}
+    rest = {key: value for key, value in config.items() if key not in read}
     apply(found, rest, dict.fromkeys(rest, SPEED), within="deepspeed_config.")
 
 

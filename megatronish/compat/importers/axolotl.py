@@ -223,7 +223,7 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
     elif targets is None and not is_on(values.get("lora_target_linear")):
         targets = PEFT_TARGETS
     if targets is not None and not is_on(values.get("lora_target_linear")):
-        if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise UserError(f"lora_target_modules={shown(targets)} must be a list of names; correct the file")
         found.set("adapter_targets", tuple(targets))
     if kind == "qlora" or is_on(values.get("load_in_4bit")):

@@ -31,12 +31,12 @@ def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
     """Settings of the data sets; whether they are read as chats. What has no counterpart is listed."""
     # 1. What kind of data: chats if any set is of a chat's type, else texts.
     sets = _list(values.get("datasets")) or _list(values.get("pretraining_dataset"))
-    types = [_type(each) for each in sets]
+    types = [_type(data_set) for data_set in sets]
     has_chats = any(kind in FORMATS for kind in types)
     _list_unknown(found, values)
     # 2. Texts are read as they are only where each set is a file of JSON lines that lies here; for any other the rules
     # have listed how to make files of tokens.
-    if not has_chats and not all(_has_lines(each, folder) for each in sets):
+    if not has_chats and not all(_has_lines(data_set, folder) for data_set in sets):
         if values.get("train_on_inputs") is False:
             found.leave_out("train_on_inputs", EVERY_TOKEN)
         return False
@@ -68,7 +68,7 @@ def preferences(found: Imported, values: Mapping[str, Any], folder: Path) -> Non
         found.left_out.pop(key, None)
     # Types are template.fields, such as chatml.intel: the part before the dot is a template, the part after it names
     # the columns of the file, which must be ours.
-    types = [str(each.get("type") or "") if isinstance(each, dict) else "" for each in sets]
+    types = [str(data_set.get("type") or "") if isinstance(data_set, dict) else "" for data_set in sets]
     for index, kind in enumerate(types):
         if kind.rpartition(".")[2] in OTHER_FIELDS or not isinstance(_type(sets[index]), str | None):
             found.warn(
@@ -111,23 +111,23 @@ def _list(sets: Any) -> list[Any]:
 WRITTEN = "written in the file"
 
 
-def _type(each: Any) -> str | None:
+def _type(data_set: Any) -> str | None:
     """Type of a data set, such as chat_template; WRITTEN for one that the file itself describes."""
-    kind = each.get("type") if isinstance(each, dict) else None
+    kind = data_set.get("type") if isinstance(data_set, dict) else None
     return kind.split(".")[0] if isinstance(kind, str) else None if kind is None else WRITTEN
 
 
 def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
     """List the types that are not there, and keys of data sets. Sets for tests are not read as chats."""
     for key in ("datasets", "test_datasets", "pretraining_dataset"):
-        for index, each in enumerate(_list(values.get(key))):
-            kind = _type(each)
+        for index, data_set in enumerate(_list(values.get(key))):
+            kind = _type(data_set)
             if kind not in TEXTS and kind not in FORMATS:
                 reason = f"{kind}: a prompt template is not applied; text is trained on as it is"
                 found.leave_out(f"{key}[{index}].type", reason)
             # Keys that change which part of a file is read. `field_messages` is harmless where it has one of the names
             # that are found without it.
-            for name, value in each.items() if isinstance(each, dict) else ():
+            for name, value in data_set.items() if isinstance(data_set, dict) else ():
                 if (
                     name not in READ
                     and value not in (None, "", [], {})
@@ -166,11 +166,11 @@ def _template(found: Imported, values: Mapping[str, Any], of_data: str | None) -
         found.set("chat_template", ours)
 
 
-def _path_of(each: Any) -> str:
+def _path_of(data_set: Any) -> str:
     """Path of a data set: of a reader of the Hub's library, such as json, the first of its files."""
-    name = each.get("path") if isinstance(each, dict) else each
-    if isinstance(each, dict) and name in ("json", "jsonl", "parquet", "csv", "arrow", "text"):
-        name = next(iter(_list(each.get("data_files"))), name)
+    name = data_set.get("path") if isinstance(data_set, dict) else data_set
+    if isinstance(data_set, dict) and name in ("json", "jsonl", "parquet", "csv", "arrow", "text"):
+        name = next(iter(_list(data_set.get("data_files"))), name)
     return name if isinstance(name, str) else shown(name)
 
 
@@ -178,26 +178,26 @@ def _here(name: str, folder: Path) -> Path | None:
     return next((path for path in (Path(name), folder / name) if is_file(path)), None)
 
 
-def _has_lines(each: Any, folder: Path) -> bool:
+def _has_lines(data_set: Any, folder: Path) -> bool:
     """Whether the texts of a set are a file of JSON lines that is here, which is read as it is."""
-    name = _path_of(each)
+    name = _path_of(data_set)
     return _here(name, folder) is not None and name.endswith((".json", ".jsonl"))
 
 
 def files_of(found: Imported, sets: list[Any], folder: Path, *, key: str, field: str = "data_path") -> None:
     """Paths of files of JSON lines, and names of the hub as they are."""
     paths = []
-    for index, each in enumerate(sets):
+    for index, data_set in enumerate(sets):
         # A path that is not here may be a name of the hub, org/name, which a run downloads; any other would be refused
         # at its start, so it is listed and not set.
-        name = _path_of(each)
+        name = _path_of(data_set)
         here, is_name = _here(name, folder), hub_name(name) is not None
         if here is None:
-            told = "so a run downloads its JSON lines from Hugging Face's hub" if is_name else NO_FILE
-            found.leave_out(f"{key}[{index}].path", f"{name} is not a file here, {told}")
+            hint = "so a run downloads its JSON lines from Hugging Face's hub" if is_name else NO_FILE
+            found.leave_out(f"{key}[{index}].path", f"{name} is not a file here, {hint}")
         if here is not None or is_name:
             paths.append(name if here is None else str(here))
-        files = _list(each.get("data_files")) if isinstance(each, dict) else []
+        files = _list(data_set.get("data_files")) if isinstance(data_set, dict) else []
         if len(files) > 1:
             found.leave_out(f"{key}[{index}].data_files", f"the first of {len(files)} files is taken")
     if paths:

@@ -150,12 +150,12 @@ def number(values: Mapping[str, Any], key: str) -> float | None:
     if value in (None, "auto"):
         return None
     try:
-        found = float(value)
+        converted = float(value)
     except (TypeError, ValueError, OverflowError):
-        found = float("nan")
-    if isinstance(value, bool) or not is_finite(found):
+        converted = float("nan")
+    if isinstance(value, bool) or not is_finite(converted):
         raise UserError(f"{key}={shown(value)} must be a number; correct the file")
-    return found
+    return converted
 
 
 def text(values: Mapping[str, Any], key: str, default: str = "") -> str:

@@ -84,9 +84,9 @@ def _data(config: Config) -> str | None:
     wanted = OBJECTIVE_NAMES[objective].learns_from
     if wanted == "text" or not (config.data.mock_data or kind == "pretrain"):
         return None
-    found = "mock_data" if config.data.mock_data else f"dataset_type={kind}"
+    source = "mock_data" if config.data.mock_data else f"dataset_type={kind}"
     return (
-        f"objective={objective} learns from {_HOLDS[wanted]}, which {found} does not give; add --dataset-type chat "
+        f"objective={objective} learns from {_HOLDS[wanted]}, which {source} does not give; add --dataset-type chat "
         "--data-path FILE"
     )
 

@@ -106,13 +106,13 @@ def split_part(path: str) -> tuple[str, tuple[float, float]]:
 
     ValueError for a part that is empty, or outside 0 to 1.
     """
-    found = re.fullmatch(r"(.+)\[([^:\[\]]*):([^:\[\]]*)\]", path)
-    if found is None:
+    match = re.fullmatch(r"(.+)\[([^:\[\]]*):([^:\[\]]*)\]", path)
+    if match is None:
         return path, (0.0, 1.0)
-    start, end = _as_number(found[2]), _as_number(found[3])
+    start, end = _as_number(match[2]), _as_number(match[3])
     if start is None or end is None or not 0 <= start < end <= 1:
-        raise ValueError(f"{path!r} must have a part between 0 and 1, as in {found[1]}[0:0.9]")
-    return found[1], (start, end)
+        raise ValueError(f"{path!r} must have a part between 0 and 1, as in {match[1]}[0:0.9]")
+    return match[1], (start, end)
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

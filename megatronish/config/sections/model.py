@@ -86,7 +86,7 @@ def _value(node: ast.AST) -> int | list[int]:
     if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) <= MOST_LAYERS:
         return node.value
     if isinstance(node, ast.List):
-        return [_number(each) for each in node.elts]
+        return [_number(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _value(node.left), _value(node.right)
         # Measured before it is made: a product of lists could fill the memory.
@@ -328,18 +328,18 @@ def marked_layers(text: str, *, num_layers: int, every_nth: bool) -> tuple[bool,
     A list marks with 1. A number N marks every N-th layer, or, with `every_nth` false, all layers but those.
     """
     try:
-        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
+        pattern = _evaluated(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"is no pattern; it must be {NOTATION}") from error
-    if isinstance(found, int):
-        if found < 1:
+    if isinstance(pattern, int):
+        if pattern < 1:
             raise ValueError("must be at least 1")
-        return tuple((number % found == 0) == every_nth for number in range(1, num_layers + 1))
-    if any(mark not in (0, 1) for mark in found):
+        return tuple((number % pattern == 0) == every_nth for number in range(1, num_layers + 1))
+    if any(mark not in (0, 1) for mark in pattern):
         raise ValueError("must be a list of 0 and 1")
-    if len(found) != num_layers:
-        raise ValueError(f"is a list of {len(found)}, and must have one number for each of num_layers={num_layers}")
-    return tuple(map(bool, found))
+    if len(pattern) != num_layers:
+        raise ValueError(f"is a list of {len(pattern)}, and must have one number for each of num_layers={num_layers}")
+    return tuple(map(bool, pattern))
 
 
 def canonical(marks: tuple[bool, ...]) -> str:

@@ -139,9 +139,9 @@ def parse_batch_sizes(words: Sequence[str], *, seq_length: int) -> tuple[tuple[i
 
 def _count(word: str, text: str) -> int:
     """Number of a word with a suffix, "2.4B" -> 2400000000."""
-    found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)([KMBT]?)", word.upper())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)([KMBT]?)", word.upper())
+    if match is None:
         raise ValueError(f"{text!r} must be TOKENS:BATCH_SIZE ..., tokens with K, M, B or T; {_EXAMPLE}")
-    if len(found[1]) > LONGEST:
-        raise ValueError(f"{text[:80]!r}... has a number of {len(found[1]):,} digits; {_EXAMPLE}")
-    return round(float(found[1]) * SUFFIXES[found[2]])
+    if len(match[1]) > LONGEST:
+        raise ValueError(f"{text[:80]!r}... has a number of {len(match[1]):,} digits; {_EXAMPLE}")
+    return round(float(match[1]) * SUFFIXES[match[2]])

@@ -134,10 +134,10 @@ def without_layout(base: Config) -> Config:
 
 def complaints(config: Config) -> list[str]:
     """What the project's rules and its simulator of schedules say against a config."""
-    found = problems(config)
-    if not found:
+    sentences = problems(config)
+    if not sentences:
         try:
             refuse_unrunnable_plans(config)
         except UserError as error:
-            found.append(str(error))
-    return found
+            sentences.append(str(error))
+    return sentences

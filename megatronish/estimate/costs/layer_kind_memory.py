@@ -56,7 +56,7 @@ class LayerKind:
 
 def layer_kinds(model: ModelConfig, adapter: AdapterConfig) -> list[LayerKind]:
     """The kind of every layer of the model; layers that are alike have the same one."""
-    found: dict[tuple[LayerSpec, frozenset[str]], LayerKind] = {}
+    kind_by_spec: dict[tuple[LayerSpec, frozenset[str]], LayerKind] = {}
     patterns = all_patterns(adapter) if adapter.is_used else ()
     costs: dict[LayerSpec, LayerCost] = {}
     kinds = []
@@ -64,10 +64,10 @@ def layer_kinds(model: ModelConfig, adapter: AdapterConfig) -> list[LayerKind]:
         cost = costs.get(spec) or costs.setdefault(spec, spec.cost(model))
         names = (f"{linear.name}.{name}" for linear in cost.linears for name, _ in linear.sections)
         adapted = frozenset(name for name in names if patterns and is_target(f"layers.{number}.{name}", patterns))
-        if (spec, adapted) not in found:
+        if (spec, adapted) not in kind_by_spec:
             adapters = adapter_parameters(model, [number], adapter)
-            found[spec, adapted] = LayerKind(spec, cost, adapted, adapters, number)
-        kinds.append(found[spec, adapted])
+            kind_by_spec[spec, adapted] = LayerKind(spec, cost, adapted, adapters, number)
+        kinds.append(kind_by_spec[spec, adapted])
     return kinds
 
 
@@ -207,12 +207,12 @@ class LayerMemory:
         saved = kind.cost.saved_bytes(
             seq_length=run.seq_length, element_bytes=self.element, score_bytes=scores, device=self.device
         )
-        found = float(self.tokens * self._per_rank(saved))
+        kept = float(self.tokens * self._per_rank(saved))
         if self.device == "cpu":
-            return found
+            return kept
         if (more_kept := getattr(kind.spec, "more_kept", None)) is not None:
-            found += more_kept(run, learns=not self.freezes)
-        return found + (self._kept_for_adapters(kind) if self.freezes else 0.0)
+            kept += more_kept(run, learns=not self.freezes)
+        return kept + (self._kept_for_adapters(kind) if self.freezes else 0.0)
 
     @cached_property
     def usual_attention(self) -> AttentionSpec:
@@ -224,25 +224,25 @@ class LayerMemory:
 
     def _kept_for_adapters(self, kind: LayerKind) -> float:
         """What a layer keeps more, or fewer, because its weights are frozen. Rows of experts have no dropout."""
-        dense = [each for each in kind.cost.linears if each.copies == 1 and each.sections]
-        found, pairs = 0.0, list(zip(dense[::2], dense[1::2], strict=False))
-        if any(each.copies > 1 for each in kind.cost.linears):
+        dense = [linear for linear in kind.cost.linears if linear.copies == 1 and linear.sections]
+        kept, pairs = 0.0, list(zip(dense[::2], dense[1::2], strict=False))
+        if any(linear.copies > 1 for linear in kind.cost.linears):
             pairs = pairs[:1]
         for first, second in pairs:
-            in_first, in_second = (_number_of_adapters(kind, each) for each in (first, second))
+            in_first, in_second = (_number_of_adapters(kind, linear) for linear in (first, second))
             is_attention = any(section == "o" for section, _ in second.sections)
             output = self.feature * second.in_features
             if self.config.adapter.adapter_type == "ia3":
-                found += self.feature * (first.out_features if in_first else 0) - self.residual
+                kept += self.feature * (first.out_features if in_first else 0) - self.residual
                 continue
             drops = self.config.adapter.lora_dropout > 0
-            found += (in_first - 1) * self.residual if drops or not in_first else 0.0
-            found += self.tokens * self.element * self.config.adapter.lora_rank * (in_first + in_second)
+            kept += (in_first - 1) * self.residual if drops or not in_first else 0.0
+            kept += self.tokens * self.element * self.config.adapter.lora_rank * (in_first + in_second)
             if is_attention:  # the operator of attention keeps its output, too
-                found += output if in_second and drops else 0.0
+                kept += output if in_second and drops else 0.0
             else:
-                found -= 0.0 if in_second else output
-        return found
+                kept -= 0.0 if in_second else output
+        return kept
 
     def deferred(self, kind: LayerKind) -> float:
         """What a layer keeps for its weight gradients: input and output gradient of its linear layers."""
@@ -263,8 +263,8 @@ class LayerMemory:
         if self.device == "cpu":  # ALiBi's biases alone, if not of a ring, which makes them for a tile at a time
             biases = self.element * model.num_attention_heads // self.tp * run.seq_length
             samples = 1 if packs else run.micro_batch_size
-            found = float(self.tokens * (biases // samples)) if has_alibi and not self.is_ring else 0.0
-            return (0.0, found) if packs else (found, 0.0)
+            size = float(self.tokens * (biases // samples)) if has_alibi and not self.is_ring else 0.0
+            return (0.0, size) if packs else (size, 0.0)
         specs = {getattr(spec, "attention", None) for spec in layer_specs(model)}
         if not any(spec.has_dense_mask(run) for spec in specs if spec is not None):
             return 0.0, 0.0
@@ -314,11 +314,11 @@ class LayerMemory:
         if (kind, gradient) not in self._transients:
             run = self.run(gradient)
             if (transients := getattr(kind.spec, "transients", None)) is not None:
-                found = transients(run)
+                size = transients(run)
             else:  # of a plug-in: gradients of the largest product
                 matrix = run.size.gradient * kind.largest_matrix.per_rank(self.tp, experts=run.size.grid)
-                found = 2 * self.residual + matrix
-            self._transients[kind, gradient] = found + self._hashes + self.dequantised(kind)
+                size = 2 * self.residual + matrix
+            self._transients[kind, gradient] = size + self._hashes + self.dequantised(kind)
         return self._transients[kind, gradient]
 
     def of_layers(self, chunk: ChunkKinds, gradient: int) -> float:

@@ -79,11 +79,11 @@ def bytes_of_uneven_load(
     """
     model = config.model
     twice = replace(config, model=replace(model, moe_router_topk=2 * model.moe_router_topk))
-    layout, found = candidate_of(config), list[list[int]]()
+    layout, activations = candidate_of(config), list[list[int]]()
     for each in (config, twice):
         memory = MemoryModel.alone(each, vocab_size, device, kernels=False)
-        found.append([memory.most_activations(layout, memory.stage(load), load.plan)[0] for load in stages])
-    return max(uneven - even for even, uneven in zip(*found, strict=True))
+        activations.append([memory.most_activations(layout, memory.stage(load), load.plan)[0] for load in stages])
+    return max(uneven - even for even, uneven in zip(*activations, strict=True))
 
 
 class Moment(NamedTuple):
@@ -138,8 +138,8 @@ class MemoryModel:
         for layers in load.layers:
             kinds = tuple(self.kinds[layer] for layer in layers)
             chunks.append(self._chunk_kinds.setdefault(kinds, ChunkKinds(kinds, layers)))
-        found = StageKinds(tuple(chunks), load.is_first, load.is_last)
-        return self._stage_kinds.setdefault((found.chunks, found.is_first, found.is_last), found)
+        stage = StageKinds(tuple(chunks), load.is_first, load.is_last)
+        return self._stage_kinds.setdefault((stage.chunks, stage.is_first, stage.is_last), stage)
 
     def peak(self, layout: Candidate, stage: StageKinds, plan: StagePlan) -> Memory:
         """Bytes when most is held, by owner."""
@@ -147,7 +147,7 @@ class MemoryModel:
 
     def peaks(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
         """The same under several stages of ZeRO; 0 and 1 differ in their model state alone."""
-        sizes, found, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
+        sizes, peaks, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
         work = self._work(layout, stage)
         for zero in zeros:
             state, units, of_update = self._state(layout, stage, zero)
@@ -155,7 +155,7 @@ class MemoryModel:
                 # A CPU's bound: the most of each kind of bytes, which are not there at the same time.
                 waiting, of_logits = self.most_activations(layout, stage, plan)
                 shared = self._transients(layout, stage, sizes, zero, units).shared(plan)
-                found.append(state._replace(activations=waiting, logits=of_logits, temporary=shared))
+                peaks.append(state._replace(activations=waiting, logits=of_logits, temporary=shared))
                 continue
             alike = max(zero, 1)
             if alike not in fullest:
@@ -164,7 +164,7 @@ class MemoryModel:
             activations, logits, temporary, gradients = fullest[alike]
             if of_update > activations + logits + temporary + gradients:
                 activations, logits, temporary, gradients = 0, 0, of_update, 0
-            found.append(
+            peaks.append(
                 Memory(
                     state.parameters,
                     state.gradients + round(gradients),
@@ -175,7 +175,7 @@ class MemoryModel:
                     state.host,
                 )
             )
-        return found
+        return peaks
 
     def floor(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zero: int) -> float:
         """Bytes below which a peak cannot be: model state without gradients, and activations that wait.
@@ -189,13 +189,13 @@ class MemoryModel:
         """Bytes of activations of a stage that one micro-batch at a time passes."""
         one = Instant((1,) * len(stage.chunks), (0,) * len(stage.chunks))
         work = StageWork(self._layer_memory(layout), stage)
-        return round(work.waiting(one) + max(each.again for each in work.chunks))
+        return round(work.waiting(one) + max(chunk.again for chunk in work.chunks))
 
     def _work(self, layout: Candidate, stage: StageKinds) -> "StageWork":
         sizes = self._layer_memory(layout)
-        if (found := self._works.get((id(sizes), stage))) is None:
-            found = self._works[id(sizes), stage] = StageWork(sizes, stage)
-        return found
+        if (work := self._works.get((id(sizes), stage))) is None:
+            work = self._works[id(sizes), stage] = StageWork(sizes, stage)
+        return work
 
     def _layer_memory(self, layout: Candidate) -> LayerMemory:
         defers = SCHEDULES[layout.schedule].has_weight_gradients
@@ -266,7 +266,7 @@ class MemoryModel:
         work = StageWork(self._layer_memory(layout), stage)
         held = [(work.waiting(instant), work.of_logits(instant)) for instant in fullest_instants(plan)]
         activations, logits = max(held, key=sum)
-        return round(activations + max(each.again for each in work.chunks)), round(logits)
+        return round(activations + max(chunk.again for chunk in work.chunks)), round(logits)
 
 
 @dataclass
@@ -292,13 +292,13 @@ class StageWork:
 
     def waiting(self, instant: Instant) -> float:
         """Activations of all micro-batches at an instant."""
-        found = self.shared_masks
+        total = self.shared_masks
         for number, size in zip(instant.live, self._live, strict=True):
-            found += number * size
+            total += number * size
         if self.sizes.defers:
             for number, size in zip(instant.deferred, self._deferred, strict=True):
-                found += number * size
-        return found + max(instant.live) * self.own_masks
+                total += number * size
+        return total + max(instant.live) * self.own_masks
 
     def losses(self, instant: Instant) -> int:
         """Micro-batches whose loss has a backward, or weight gradients, before it."""
@@ -313,31 +313,31 @@ class StageWork:
         # A tensor that arrives early and one that is sent.
         transfers = 2 * self.sizes.hidden / self.sizes.tp if plan.num_stages > 1 else 0.0
         gradients = self._gradients(transients)
-        most, found = -inf, (0.0, 0.0, 0.0, 0.0)
+        most, fullest = -inf, (0.0, 0.0, 0.0, 0.0)
         # What a backward holds in addition to all that waits depends on its chunk and on those that have begun: of the
         # backwards that have these in common, the one for which most waits is the fullest.
         for (chunk, begun), (waiting, logits) in self.waiting_most(plan).items():
             for more, gone, temporary, come in self._of_backward(chunk, begun, gradients, transients):
                 if waiting + logits + more - gone + temporary + come > most:
                     most = waiting + logits + more - gone + temporary + come
-                    found = waiting + more, logits - gone, temporary, come
+                    fullest = waiting + more, logits - gone, temporary, come
         if self.sizes.defers:
             for instant in fullest_instants(plan):  # weight gradients by themselves
                 waiting, logits, temporary = self.waiting(instant), self.of_logits(instant), transients.of_weight
                 if any(instant.deferred) and waiting + logits + temporary > most:
-                    most, found = waiting + logits + temporary, (waiting, logits, temporary, 0.0)
-        activations, logits, temporary, come = found
+                    most, fullest = waiting + logits + temporary, (waiting, logits, temporary, 0.0)
+        activations, logits, temporary, come = fullest
         return Moment(activations, logits, temporary + transfers, come)
 
     def waiting_most(self, plan: StagePlan) -> dict[tuple[int, frozenset[int]], tuple[float, float]]:
         """{(chunk, chunks that have begun): activations and logits when most wait for a backward of that chunk}."""
         if plan not in self._most:
-            found: dict[tuple[int, frozenset[int]], tuple[float, float]] = {}
+            most: dict[tuple[int, frozenset[int]], tuple[float, float]] = {}
             for instant, chunk, begun in fullest_backwards(plan):
                 held, key = (self.waiting(instant), self.of_logits(instant)), (chunk, begun)
-                if key not in found or sum(held) > sum(found[key]):
-                    found[key] = held
-            self._most[plan] = found
+                if key not in most or sum(held) > sum(most[key]):
+                    most[key] = held
+            self._most[plan] = most
         return self._most[plan]
 
     def _of_backward(
@@ -373,12 +373,12 @@ class StageWork:
         sizes, stage = self.sizes, self.stage
         if transients.zero > 1 or sizes.config.training.cuda_graph:
             return []
-        found = [sizes.learned_by(chunk) for chunk in stage.chunks]
+        elements = [sizes.learned_by(chunk) for chunk in stage.chunks]
         if not sizes.freezes:
-            is_one = len(found) == 1 and transients.ties
-            found[0] += sizes.table if stage.is_first else 0
-            found[-1] += sizes.table if stage.is_last and not is_one else 0
-        return [4.0 * size for size in found]
+            is_one = len(elements) == 1 and transients.ties
+            elements[0] += sizes.table if stage.is_first else 0
+            elements[-1] += sizes.table if stage.is_last and not is_one else 0
+        return [4.0 * size for size in elements]
 
 
 def _load(*, is_first: bool = False, is_last: bool = False) -> StageLoad:

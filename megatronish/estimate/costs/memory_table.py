@@ -40,7 +40,7 @@ def format_bytes(size: float) -> str:
 def memory_table(stages: list[Memory]) -> str:
     """A row for each stage, a column for each kind of bytes; what few runs have is there where there is any."""
     optional = {"temporary", "host"}
-    names = [name for name in Memory._fields if name not in optional or any(getattr(each, name) for each in stages)]
+    names = [name for name in Memory._fields if name not in optional or any(getattr(stage, name) for stage in stages)]
     names.insert(len(names) - names.count("host"), "total")
-    rows = [[f"stage {i}", *(format_bytes(getattr(each, name)) for name in names)] for i, each in enumerate(stages)]
+    rows = [[f"stage {i}", *(format_bytes(getattr(stage, name)) for name in names)] for i, stage in enumerate(stages)]
     return "\n".join("".join(f"{cell:>12}" for cell in row).rstrip() for row in [["", *names], *rows])

@@ -144,15 +144,15 @@ class Rows(NamedTuple):
     ) -> "Rows":
         """Of these parameters, on the rank at these places among those that shard each domain, the first by default."""
         padded, own, even, gathered = 0, 0, 0.0, [0, 0]
-        for each in parameters:
-            shard, _ = ranks[each.domain]
-            whole = rounded_up(each.rows, shard)
-            gathered[each.domain == "experts"] += whole * each.columns
-            if each.learns:
+        for parameter in parameters:
+            shard, _ = ranks[parameter.domain]
+            whole = rounded_up(parameter.rows, shard)
+            gathered[parameter.domain == "experts"] += whole * parameter.columns
+            if parameter.learns:
                 part = whole // shard
-                padded += part * each.columns
-                own += min(max(each.rows - part * places.get(each.domain, 0), 0), part) * each.columns
-                even += each.size / shard
+                padded += part * parameter.columns
+                own += min(max(parameter.rows - part * places.get(parameter.domain, 0), 0), part) * parameter.columns
+                even += parameter.size / shard
         return cls(padded, own, even, (gathered[0], gathered[1]))
 
     def times(self, number: int) -> "Rows":

@@ -68,11 +68,11 @@ def parameters_of_adapter(section: LinearSection, config: AdapterConfig) -> Coun
     """Parameters of the adapter of a section, by how they are cut."""
     if config.adapter_type == "ia3":
         size = section.in_features if section.section == "down" else section.out_features
-        found = Count(whole=size) if section.section == "o" else Count(split=size)
+        count = Count(whole=size) if section.section == "o" else Count(split=size)
     else:
         a, b = config.lora_rank * section.in_features, config.lora_rank * section.out_features
-        found = Count(split=a, whole=b) if section.section in ("o", "down") else Count(split=b, whole=a)
-    return found if section.copies == 1 else Count(experts=section.copies * found.total)
+        count = Count(split=a, whole=b) if section.section in ("o", "down") else Count(split=b, whole=a)
+    return count if section.copies == 1 else Count(experts=section.copies * count.total)
 
 
 def adapter_parameters(model: ModelConfig, layers: Sequence[int], config: AdapterConfig) -> Count:
@@ -80,8 +80,10 @@ def adapter_parameters(model: ModelConfig, layers: Sequence[int], config: Adapte
     if not config.is_used:
         return Count()
     specs, patterns = layer_specs(model), all_patterns(config)
-    sections = (each for layer in layers for each in sections_of_layer(model, layer, specs[layer]))
-    return sum_counts(parameters_of_adapter(each, config) for each in sections if is_target(each.name, patterns))
+    sections = (section for layer in layers for section in sections_of_layer(model, layer, specs[layer]))
+    return sum_counts(
+        parameters_of_adapter(section, config) for section in sections if is_target(section.name, patterns)
+    )
 
 
 BLOCK, BLOCKS_PER_SCALE, CODES = 64, 256, 32
@@ -104,9 +106,13 @@ def quantised(model: ModelConfig, layers: Sequence[int], config: AdapterConfig) 
     if config.quantize_base is None:
         return Quantised(Count(), Count())
     specs = layer_specs(model)
-    sections = [each for layer in layers for each in sections_of_layer(model, layer, specs[layer])]
-    parameters = sum_counts(_cut(each, each.copies * each.in_features * each.out_features) for each in sections)
-    return Quantised(parameters, sum_counts(_stored(each, double=config.double_quantization) for each in sections))
+    sections = [section for layer in layers for section in sections_of_layer(model, layer, specs[layer])]
+    parameters = sum_counts(
+        _cut(section, section.copies * section.in_features * section.out_features) for section in sections
+    )
+    return Quantised(
+        parameters, sum_counts(_stored(section, double=config.double_quantization) for section in sections)
+    )
 
 
 def _cut(section: LinearSection, size: int) -> Count:
@@ -134,9 +140,9 @@ def largest_dequantised(model: ModelConfig, layers: Sequence[int], *, tp: int, e
     """Elements of the largest weight that a rank dequantises at once: of a layer, or of one expert."""
     specs, sizes = layer_specs(model), dict[str, int]()
     for number in layers:
-        for each in sections_of_layer(model, number, specs[number]):
-            layer = each.name.rpartition(".")[0]
-            size = each.in_features * each.out_features // (tp if each.copies == 1 else etp)
+        for section in sections_of_layer(model, number, specs[number]):
+            layer = section.name.rpartition(".")[0]
+            size = section.in_features * section.out_features // (tp if section.copies == 1 else etp)
             sizes[layer] = sizes.get(layer, 0) + size
     return max(sizes.values(), default=0)
 

@@ -74,15 +74,15 @@ class StageParameters(NamedTuple):
     def layer(self, name: str, cost: LayerCost, chunk: int) -> Iterator[StageParameter]:
         """A layer of a chunk."""
         freezes = self.config.adapter.is_used
-        for each in self.pieces(name, cost):
-            source = (chunk, self.deferred if each.matrices else "B")
-            yield each._replace(sources=frozenset({source}), learns=".adapters." in each.name or not freezes)
+        for parameter in self.pieces(name, cost):
+            source = (chunk, self.deferred if parameter.matrices else "B")
+            yield parameter._replace(sources=frozenset({source}), learns=".adapters." in parameter.name or not freezes)
 
     def head(self) -> Iterator[StageParameter]:
         """Final norm, and a head that is not the embedding's table."""
         learns, last = not self.config.adapter.is_used, len(self.load.layers) - 1
-        for each in self.norm("final_norm", self.norm_shape):
-            yield each._replace(sources=frozenset({(last, "B")}), learns=learns)
+        for parameter in self.norm("final_norm", self.norm_shape):
+            yield parameter._replace(sources=frozenset({(last, "B")}), learns=learns)
         if not self.config.model.tied:
             yield self.table("head.weight")._replace(sources=frozenset({(last, self.deferred)}), learns=learns)
 
@@ -117,8 +117,8 @@ class StageParameters(NamedTuple):
         tokens = self.table("embedding.tokens.weight")
         yield tokens._replace(tied=model.tied, sources=sources, learns=learns)
         if self.load.is_first and model.embed_layernorm:
-            for each in self.norm("embedding.norm", self.norm_shape):
-                yield each._replace(sources=first, learns=learns)
+            for parameter in self.norm("embedding.norm", self.norm_shape):
+                yield parameter._replace(sources=first, learns=learns)
         if self.load.is_first and model.position_embedding_type == "learned_absolute":
             rows = model.max_position_embeddings or self.config.training.seq_length
             positions = StageParameter("embedding.positions.weight", rows, model.hidden_size)
@@ -226,4 +226,4 @@ class StageParameters(NamedTuple):
         """Sections of a linear layer that have an adapter."""
         adapter = self.config.adapter
         patterns = all_patterns(adapter) if adapter.is_used else ()
-        yield from ((each, size) for each, size in sections.items() if is_target(f"{name}.{each}", patterns))
+        yield from ((section, size) for section, size in sections.items() if is_target(f"{name}.{section}", patterns))

@@ -64,13 +64,13 @@ class MatrixGroup(NamedTuple):
 
 def matrix_groups(counts: Mapping[LayerKind, int], domain: str) -> tuple[MatrixGroup, ...]:
     """Matrices of a domain in a stage with so many layers of each kind, the largest first."""
-    found: Counter[tuple[int, int]] = Counter()
+    numbers: Counter[tuple[int, int]] = Counter()
     for kind, number in counts.items():
         for linear in kind.cost.linears if number else ():
             if (linear.copies > 1) == (domain == "experts"):
                 for _, size in linear.sections:
-                    found[min(linear.in_features, size), max(linear.in_features, size)] += number * linear.copies
-    groups = (MatrixGroup(*shape, number) for shape, number in found.items())
+                    numbers[min(linear.in_features, size), max(linear.in_features, size)] += number * linear.copies
+    groups = (MatrixGroup(*shape, number) for shape, number in numbers.items())
     return tuple(sorted(groups, key=lambda group: -group.size))
 
 
@@ -149,16 +149,16 @@ class StateTraffic(StepTraffic):
         smaller ones (`plan_buckets`), in as many bytes.
         """
         alike: dict[tuple[object, ...], list[StageParameter]] = {}
-        for each in reversed(self.parameters):
-            if each.learns:
-                sums_over = self.sums_over(each)
-                alike.setdefault((each.domain, sums_over, each.cut, each.sources), []).append(each)
-        for found in alike.values():
-            sizes, first = [each.size for each in found], found[0]
+        for parameter in reversed(self.parameters):
+            if parameter.learns:
+                sums_over = self.sums_over(parameter)
+                alike.setdefault((parameter.domain, sums_over, parameter.cut, parameter.sources), []).append(parameter)
+        for group in alike.values():
+            sizes, first = [parameter.size for parameter in group], group[0]
             for part in cut_into_buckets(sizes, self.config.parallel.ddp_bucket_size):
                 ranks = self.data_ranks[first.domain].shard if padded else 1
                 size = padded_size([sizes[number] for number in part], alignment=16 // self.width, ranks=ranks)
-                names = tuple(found[number].name for number in part)
+                names = tuple(group[number].name for number in part)
                 yield GradientBucket(names, size, first.domain, first.sources, self.sums_over(first))
 
     def sums_over(self, parameter: StageParameter) -> tuple[str, ...]:
@@ -169,24 +169,24 @@ class StateTraffic(StepTraffic):
     def _rows(self) -> None:
         """ZeRO-3: parameters are gathered before every forward and backward, gradients reduced after every backward."""
         times, chunks = self.num_microbatches, len(self.load.layers)
-        for each in self.parameters:
-            shard, copies = self.data_ranks[each.domain]
-            size = rounded_up(each.rows, shard) * each.columns
+        for parameter in self.parameters:
+            shard, copies = self.data_ranks[parameter.domain]
+            size = rounded_up(parameter.rows, shard) * parameter.columns
             # What is left of the stage around its layers is gathered for every chunk.
-            gathers = 2 * times * (1 if each.name.startswith("layers.") else chunks)
+            gathers = 2 * times * (1 if parameter.name.startswith("layers.") else chunks)
             if shard > 1:
                 self.add("shard", "all-gather", gathers * self.width * size)
-            if not each.learns:
+            if not parameter.learns:
                 continue
             if shard > 1:
                 self.add("shard", "reduce-scatter", times * self.reduced_width * size)
             if copies > 1:
                 self.add("replicate", "all-reduce", self.reduced_width * size // shard)
-            part = rounded_up(each.rows, shard) // shard
+            part = rounded_up(parameter.rows, shard) // shard
             # Without padding: the last ranks may have fewer rows, or none.
-            own = min(max(each.rows - part * self.shard_ranks.get(each.domain, 0), 0), part)
-            for axis in self.sums_over(each):
-                self.add(axis, "all-reduce", 4 * own * each.columns)
+            own = min(max(parameter.rows - part * self.shard_ranks.get(parameter.domain, 0), 0), part)
+            for axis in self.sums_over(parameter):
+                self.add(axis, "all-reduce", 4 * own * parameter.columns)
 
     def _matrices(self, domain: str) -> None:
         """Muon: pieces of matrices are reduce-scattered to their owners, and the updates gathered back."""
@@ -205,7 +205,9 @@ class StateTraffic(StepTraffic):
 
     def round_widths(self, domain: str) -> list[int]:
         """Elements of an owner's row in each round of Muon."""
-        learning = (each.matrices for each in self.parameters if each.learns and each.domain == domain)
+        learning = (
+            parameter.matrices for parameter in self.parameters if parameter.learns and parameter.domain == domain
+        )
         largest_first = sorted(chain.from_iterable(learning), reverse=True)
         num_ranks = prod(ranks for _, ranks in self.owners(domain))
         return [each.width for each in round_sizes(largest_first, num_ranks=num_ranks)]

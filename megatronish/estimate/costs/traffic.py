@@ -67,10 +67,10 @@ class LayerTraffic(StepTraffic):
             self.learns_before |= forwards > 1
             self._attention(name, spec.attention, forwards)
             linears = spec.cost(self.config.model).linears
-            for experts in [each for each in linears if each.copies > 1 and each.cut == "column"]:
+            for experts in [linear for linear in linears if linear.copies > 1 and linear.cut == "column"]:
                 self._experts(experts, forwards)
             # Column-parallel products and the row-parallel ones behind them.
-            dense = [each for each in linears if each.copies == 1 and each.cut != "none"]
+            dense = [linear for linear in linears if linear.copies == 1 and linear.cut != "none"]
             for first, second in zip(dense[::2], dense[1::2], strict=True):
                 self._pair(name, first, second, forwards)
         if self.config.recompute.distribute_saved_activations:
@@ -111,12 +111,12 @@ class LayerTraffic(StepTraffic):
         layout, recompute = self.config.layout, self.config.recompute
         sizes = {"width": self.width, "tp": layout.tp, "cp": layout.cp}
         is_ring = self.config.parallel.cp_comm_type == "p2p"
-        for each in attention.exchanges(self.tokens, **sizes, is_ring=is_ring):
-            again = each.in_core and recompute.recompute_granularity == "selective"
-            learns = each.section is None or self.learns_before or not self.freezes
-            learns = learns or self._is_adapted(f"{name}.{each.section}")
-            size = (forwards + again) * each.forward + learns * each.backward
-            self.add(each.axis, each.collective, self.num_microbatches * size)
+        for exchange in attention.exchanges(self.tokens, **sizes, is_ring=is_ring):
+            again = exchange.in_core and recompute.recompute_granularity == "selective"
+            learns = exchange.section is None or self.learns_before or not self.freezes
+            learns = learns or self._is_adapted(f"{name}.{exchange.section}")
+            size = (forwards + again) * exchange.forward + learns * exchange.backward
+            self.add(exchange.axis, exchange.collective, self.num_microbatches * size)
 
     def _experts(self, experts: LinearShape, forwards: int) -> None:
         """Rows to the experts and back, a count of them, and what ranks with parts of the same experts share."""
@@ -181,17 +181,17 @@ def expected_traffic(
     others = StepTraffic(config, load, stage, vocab_size)
     _transfers(others)
     _numbers(others)
-    found = layers.sent + state.sent + others.sent
-    return {key: size for key, size in found.items() if size}
+    sent = layers.sent + state.sent + others.sent
+    return {key: size for key, size in sent.items() if size}
 
 
 def by_axis(sent: Mapping[TrafficKey, int]) -> dict[str, dict[str, int]]:
     """{axis: {collective: bytes}}, in the order of names."""
-    found: dict[str, dict[str, int]] = {}
+    bytes_by_axis: dict[str, dict[str, int]] = {}
     for (axis, collective), size in sorted(sent.items()):
         if size:
-            found.setdefault(axis, {})[collective] = size
-    return found
+            bytes_by_axis.setdefault(axis, {})[collective] = size
+    return bytes_by_axis
 
 
 def why_no_traffic(config: Config) -> str | None:
@@ -209,11 +209,11 @@ def _transfers(traffic: StepTraffic) -> None:
     """Activations and gradients from and to other stages."""
     parallel, layout = traffic.config.parallel, traffic.config.layout
     schedule, chunks = SCHEDULES[parallel.schedule], len(traffic.load.layers)
-    found = routes(schedule.place(num_stages=layout.pp, num_chunks=chunks))
+    route_by_place = routes(schedule.place(num_stages=layout.pp, num_chunks=chunks))
     size = traffic.num_microbatches * traffic.hidden // layout.tp
     for chunk in range(chunks):
         for kind in ("F", "B"):
-            route = found[kind, StageChunk(traffic.stage, chunk)]
+            route = route_by_place[kind, StageChunk(traffic.stage, chunk)]
             if route.target is not None and route.target.stage != traffic.stage:
                 traffic.add(f"{kind} {'up' if route.target.stage > traffic.stage else 'down'}", "send", size)
             if route.source is not None and route.source.stage != traffic.stage:

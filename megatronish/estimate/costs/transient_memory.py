@@ -63,8 +63,8 @@ class Zero2Buffers:
         self, parameters: Sequence[StageParameter], buckets: Sequence[GradientBucket], *, overlaps: bool
     ) -> None:
         self._overlaps = overlaps
-        self._arrivals = [each.name for each in reversed(parameters) if each.learns]
-        place = {each.name: number for number, each in enumerate(parameters)}
+        self._arrivals = [parameter.name for parameter in reversed(parameters) if parameter.learns]
+        place = {parameter.name: number for number, parameter in enumerate(parameters)}
         self._turns = sorted(buckets, key=lambda bucket: -min(place[name] for name in bucket.names))
         self._pending: deque[int] = deque()
 
@@ -123,7 +123,9 @@ class ChunkBuckets(NamedTuple):
         buffers = Zero2Buffers(traffic.parameters, buckets, overlaps=config.parallel.overlap_grad_reduce)
         first = buffers.backward(0)
         own = ("embedding.", f"layers.{chunk.layers.start}.")
-        tables = [each for each in buckets if TABLE in each.names and all(name.startswith(own) for name in each.names)]
+        tables = [
+            bucket for bucket in buckets if TABLE in bucket.names and all(name.startswith(own) for name in bucket.names)
+        ]
         return cls(first, buffers.backward(0), 4.0 * tables[0].size if tables and chunk.layers else 0.0)
 
 
@@ -135,11 +137,11 @@ def muon_bytes(config: Config, stage: StageKinds) -> float:
     for domain, data in data_ranks(config).items():
         ranks = [number for _, number in owners(mesh, data, domain)]
         rounds = matrix_rounds(matrix_groups(stage.counts, domain), prod(ranks))
-        before, found = 1, NEWTON_SCHULZ
+        before, rows = 1, NEWTON_SCHULZ
         for number in ranks:
-            found = max(found, (1 + before + before * number) if before > 1 else 1 + number)
+            rows = max(rows, (1 + before + before * number) if before > 1 else 1 + number)
             before *= number
-        most = max(most, 4.0 * max((each.width for each in rounds), default=0) * found)
+        most = max(most, 4.0 * max((each.width for each in rounds), default=0) * rows)
     return most
 
 
@@ -218,20 +220,22 @@ class StageTransients:
 
     def shared(self, plan: StagePlan) -> int:
         """Bytes that are whole at most of what ZeRO shares, and those of a weight in 4 bits that is dequantised."""
-        found = max(map(self.sizes.dequantised, self.stage.counts), default=0)
+        dequantised = max(map(self.sizes.dequantised, self.stage.counts), default=0)
         if self.zero == 2:
             # A step begins with no bucket in progress: the first of its backwards finds nothing that another has left.
             is_only = plan.num_microbatches * len(self.chunks) == 1
-            buffers = [each for chunk in self.chunks for each in (chunk.first, chunk.first if is_only else chunk.later)]
-            return found + max(max(each.layers, each.end) for each in buffers)
+            buffers = [
+                buffer for chunk in self.chunks for buffer in (chunk.first, chunk.first if is_only else chunk.later)
+            ]
+            return dequantised + max(max(buffer.layers, buffer.end) for buffer in buffers)
         if self.zero < 3:
-            return found
+            return dequantised
         # The rest of the stage is gathered into one buffer, and then copied out of it.
         width, following = self.sizes.element, self.units.following
         if self.sizes.config.reference == "model":  # which no adapter changes, and which is in 4 bits nowhere
             layers = [width * self.sizes.held(kind) for kind in self.stage.kinds]
             following = max(following, max((a + b for a, b in pairwise(layers)), default=max(layers, default=0)))
-        return found + 2 * width * self.rest + following
+        return dequantised + 2 * width * self.rest + following
 
     def of_backward(self, chunk: int, is_later: bool, *, ends: bool) -> tuple[float, float, float, float]:
         """At the begin of a backward, while any layer is at work, the last one of the chunk, and at the end.

@@ -139,22 +139,22 @@ def _rows(arguments: LinkArguments, mesh: Mesh, backend: str) -> Iterator[LinkTi
 
 def _finish(arguments: LinkArguments, rows: list[LinkTimes]) -> None:
     """Print the fits, and write the files that were asked for."""
-    found = list(fits(rows))
-    if found:
+    fitted = list(fits(rows))
+    if fitted:
         print(f"\n{FIT_HEADER}")
-    for row, fit in found:
+    for row, fit in fitted:
         print(fit_line(row, fit))
     # The same size is another number of bytes where a collective rounds it down to its parts.
     of_each = Counter(key for key, _ in {((row.axis, row.collective), row.bytes) for row in rows})
     sizes = max(of_each.values(), default=0)
-    if not found and rows:
+    if not fitted and rows:
         print(
             f"\nno fit: {sizes} size{'s' if sizes > 1 else ''} of {FEWEST_SIZES} that a line needs; give a larger "
             "--max-bytes, or a smaller --min-bytes or --factor"
         )
     if arguments.json is not None:
         lines: list[dict[str, Any]] = [row.as_json() for row in rows]
-        for row, fit in found:
+        for row, fit in fitted:
             names = {"collective": row.collective, "axis": row.axis, "ranks": row.ranks, "nodes": row.nodes}
             lines.append(fit.as_json(**names, device=row.device))
         _write(arguments.json, "".join(f"{json.dumps(line)}\n" for line in lines))
@@ -164,7 +164,7 @@ def _finish(arguments: LinkArguments, rows: list[LinkTimes]) -> None:
             from megatronish.estimate.links.draw_png import draw_links  # matplotlib takes a second to import
 
             arguments.png.parent.mkdir(parents=True, exist_ok=True)
-            draw_links(rows, found, arguments.png)
+            draw_links(rows, fitted, arguments.png)
         except OSError as error:
             raise UserError(f"png={arguments.png} cannot be written: {error.strerror or error}") from error
         except ImportError as error:

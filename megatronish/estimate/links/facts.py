@@ -27,19 +27,19 @@ Facts = dict[str, str]
 
 def machine_facts(environ: Mapping[str, str] = os.environ) -> Facts:
     """Versions, and the variables that NCCL, gloo and torch read."""
-    found = {"torch": torch.__version__, "Python": platform.python_version(), "megatronish": __version__}
+    facts = {"torch": torch.__version__, "Python": platform.python_version(), "megatronish": __version__}
     if torch.cuda.is_available():
-        found |= {"CUDA": str(torch.version.cuda), "GPU": torch.cuda.get_device_name()}
-    return found | {name: value for name, value in sorted(environ.items()) if name.startswith(PREFIXES)}
+        facts |= {"CUDA": str(torch.version.cuda), "GPU": torch.cuda.get_device_name()}
+    return facts | {name: value for name, value in sorted(environ.items()) if name.startswith(PREFIXES)}
 
 
 def nested_facts(values: Mapping[str, Any], name: str) -> Facts:
     """Facts of a mapping of mappings: `NAME section.field` for each value."""
-    found: Facts = {}
+    facts: Facts = {}
     for key, value in values.items():
         fields = value if isinstance(value, Mapping) else {"": value}
-        found |= {f"{name} {key}.{field}".rstrip("."): json.dumps(each, default=str) for field, each in fields.items()}
-    return found
+        facts |= {f"{name} {key}.{field}".rstrip("."): json.dumps(each, default=str) for field, each in fields.items()}
+    return facts
 
 
 def differing(of_ranks: Sequence[Facts]) -> dict[str, str]:
@@ -51,10 +51,10 @@ def differing(of_ranks: Sequence[Facts]) -> dict[str, str]:
 
 def _sentence(name: str, values: Sequence[str]) -> str:
     holders = {value: [rank for rank, other in enumerate(values) if other == value] for value in values}
-    told = [f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items()]
-    if len(told) > MOST_VALUES:
-        told = [*told[:MOST_VALUES], f"{len(told) - MOST_VALUES} other values elsewhere"]
-    return f"{name} is {', '.join(told[:-1])} and {told[-1]}"
+    parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items()]
+    if len(parts) > MOST_VALUES:
+        parts = [*parts[:MOST_VALUES], f"{len(parts) - MOST_VALUES} other values elsewhere"]
+    return f"{name} is {', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -76,7 +76,7 @@ class Free(NamedTuple):
     @classmethod
     def of(cls, folder: Path, device: torch.device) -> "Free":
         """What there is now; the folder need not exist yet."""
-        folder = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        folder = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         disk = os.statvfs(folder)
         on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         return cls(socket.gethostname(), disk.f_bavail * disk.f_frsize, available_memory(), on_device)
@@ -94,10 +94,10 @@ class Needs(NamedTuple):
 
 def available_memory() -> int:
     """Bytes of the host's memory that a process can have without swapping, within the limits of its control groups."""
-    found = _of_meminfo("MemAvailable")
-    if found is None:
-        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(min(found, bytes_within_limits()))
+    available = _of_meminfo("MemAvailable")
+    if available is None:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min(available, bytes_within_limits()))
 
 
 def free_swap() -> int:
@@ -115,26 +115,26 @@ def _of_meminfo(name: str) -> int | None:
 
 def lacking(of_ranks: Sequence[Free], needs: Needs, folder: Path) -> dict[str, str]:
     """A sentence for each of disk and memory of which a rank has too little."""
-    found = {}
+    problems = {}
     least = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank].disk)
     if of_ranks[least].disk < max(needs.disk, LEAST_DISK):
         need = f"a checkpoint takes {format_bytes(needs.disk)}" if needs.disk else "a run writes there"
-        found["disk"] = (
+        problems["disk"] = (
             f"rank {least} on {of_ranks[least].host} has {format_bytes(of_ranks[least].disk)} free in {folder}, and "
             f"{need}; free some, or choose another --save"
         )
     for rank, free in enumerate(of_ranks):
         if free.device is not None and free.device < needs.memory:
-            found.setdefault(
+            problems.setdefault(
                 "memory",
                 f"rank {rank} on {free.host} has {format_bytes(free.device)} of its device free, and needs about "
                 f"{format_bytes(needs.memory)}; end what else uses the device, or cut the model further",
             )
         peers = sum(other.host == free.host for other in of_ranks)
         if free.device is None and free.memory < peers * needs.memory:
-            found.setdefault(
+            problems.setdefault(
                 "memory",
                 f"{free.host} has {format_bytes(free.memory)} of memory free, and its {peers} ranks need about "
                 f"{format_bytes(needs.memory)} each; use more machines, or cut the model further",
             )
-    return found
+    return problems

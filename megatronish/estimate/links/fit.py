@@ -68,9 +68,9 @@ def fits_of(sizes: Sequence[SizeTimes]) -> list[LinkFit]:
     sizes = sorted(sizes)
     if len(sizes) < FEWEST_SIZES:
         return []
-    quiet = [each for each in sizes if each.spread <= LARGEST_SPREAD]
+    quiet = [size for size in sizes if size.spread <= LARGEST_SPREAD]
     if len(quiet) < max(FEWEST_SIZES, len(sizes) / 2):
-        noisiest = max(sizes, key=lambda each: each.spread)
+        noisiest = max(sizes, key=lambda size: size.spread)
         reason = (
             f"at {len(sizes) - len(quiet)} of {len(sizes)} sizes the slowest run took more than {LARGEST_SPREAD:g} "
             f"times the quickest, at {noisiest.num_bytes} bytes {noisiest.spread:.1f} times"
@@ -93,7 +93,7 @@ def _lines(sizes: Sequence[SizeTimes]) -> list[LinkFit]:
 
 def _line(sizes: Sequence[SizeTimes]) -> LinkFit:
     """Weighted least squares of t = a + S b: with x = 1 / t and y = S / t, a x + b y is to be 1."""
-    pairs = [(1 / each.shortest, each.num_bytes / each.shortest) for each in sizes]
+    pairs = [(1 / size.shortest, size.num_bytes / size.shortest) for size in sizes]
     xx, xy, yy = (sum(p[i] * p[j] for p in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
     x, y = (sum(p[i] for p in pairs) for i in (0, 1))
     determinant = xx * yy - xy * xy
@@ -103,7 +103,7 @@ def _line(sizes: Sequence[SizeTimes]) -> LinkFit:
     elif slope * sizes[-1].num_bytes <= LEAST_GROWTH * alpha:  # or latency alone, and a bound of the bandwidth
         alpha = x / xx
         slope = LEAST_GROWTH * alpha / sizes[-1].num_bytes
-    error = sum(abs((alpha + slope * each.num_bytes) / each.shortest - 1) for each in sizes) / len(sizes)
+    error = sum(abs((alpha + slope * size.num_bytes) / size.shortest - 1) for size in sizes) / len(sizes)
     return LinkFit(alpha, 1 / slope, error, sizes[0].num_bytes, sizes[-1].num_bytes)
 
 

@@ -97,7 +97,7 @@ def measured_links(axes: Mapping[str, Axis], everyone: Axis, device: torch.devic
     # neighbours waiting.
     for _ in range(ATTEMPTS):
         mine = [link for name, axis in axes.items() for link in _links_of(name, axis, device)]
-        for link in (link for links in from_all(everyone, lambda found=mine: found) for link in links):  # type: ignore[misc]
+        for link in (link for links in from_all(everyone, lambda own=mine: own) for link in links):  # type: ignore[misc]
             best[link[:3]] = max(link, best.get(link[:3], link), key=lambda each: each.bandwidth)
         if not slow_links(list(best.values())):
             break
@@ -106,12 +106,12 @@ def measured_links(axes: Mapping[str, Axis], everyone: Axis, device: torch.devic
 
 def slow_links(links: Sequence[Link]) -> list[tuple[Link, float]]:
     """Links below a third of the median of their axis, each with that median; of two links it is the quicker one."""
-    found = []
+    slow = []
     for name in dict.fromkeys(link.axis for link in links):
         of_axis = [link for link in links if link.axis == name]
         median = statistics.median_high(link.bandwidth for link in of_axis)
-        found += [(link, median) for link in of_axis if link.bandwidth < SLOWEST_LINK * median]
-    return found
+        slow += [(link, median) for link in of_axis if link.bandwidth < SLOWEST_LINK * median]
+    return slow
 
 
 def _links_of(name: str, axis: Axis, device: torch.device) -> Iterator[Link]:
@@ -149,8 +149,8 @@ def measured_products(everyone: Axis, device: torch.device) -> list[float]:
     best: list[float] | None = None
     for _ in range(ATTEMPTS):
         # At the same time on all ranks: those of one machine share its power and memory in training, too.
-        found = from_all(everyone, lambda: product_seconds(device))
-        best = found if best is None else [min(pair) for pair in zip(best, found, strict=True)]
+        seconds = from_all(everyone, lambda: product_seconds(device))
+        best = seconds if best is None else [min(pair) for pair in zip(best, seconds, strict=True)]
         if not slow_ranks(best):
             break
     assert best is not None
@@ -267,27 +267,27 @@ def _compare(findings: Findings, facts: Facts, different: dict[str, str]) -> Non
             findings.add(name, value, [different[name]] if name in different else [])
     names = [*facts, *(name for name in different if name not in facts)]
     variables = [name for name in names if name.startswith(PREFIXES)]
-    told = [different[name] for name in variables if name in different]
-    findings.add("variables", f"{len(variables)} of {', '.join(f'{prefix}*' for prefix in PREFIXES)}", told)
+    problems = [different[name] for name in variables if name in different]
+    findings.add("variables", f"{len(variables)} of {', '.join(f'{prefix}*' for prefix in PREFIXES)}", problems)
     for kind in dict.fromkeys(name.partition(" ")[0] for name in names if " " in name):
         of_kind = [name for name in names if name.startswith(f"{kind} ")]
-        told = [different[name] for name in of_kind if name in different]
-        findings.add(kind, f"{len(of_kind)} values", told)
+        problems = [different[name] for name in of_kind if name in different]
+        findings.add(kind, f"{len(of_kind)} values", problems)
 
 
 def _resources(findings: Findings, free: Sequence[Free], subject: Subject) -> None:
     """Lines of disk and memory: the rank that has least."""
     problems = lacking(free, subject.needs, subject.folder)
-    told = [[problems[name]] if name in problems else [] for name in ("disk", "memory")]
+    sentences = [[problems[name]] if name in problems else [] for name in ("disk", "memory")]
     need = f"; a checkpoint takes {format_bytes(subject.needs.disk)}" if subject.needs.disk else ""
-    findings.add("disk", f"{_least([each.disk for each in free])} free in {subject.folder}{need}", told[0])
+    findings.add("disk", f"{_least([each.disk for each in free])} free in {subject.folder}{need}", sentences[0])
     memory = f"{_least([each.memory for each in free])} free on hosts"
     on_devices = [each.device for each in free if each.device is not None]
     if on_devices:
         memory += f", {_least(on_devices)} on devices"
     if subject.needs.memory:
         memory += f"; a rank needs about {format_bytes(subject.needs.memory)}"
-    findings.add("memory", memory, told[1])
+    findings.add("memory", memory, sentences[1])
 
 
 def _least(amounts: Sequence[int]) -> str:
@@ -308,12 +308,12 @@ def _measure(findings: Findings, subject: Subject, mesh: Mesh, backend: str, hos
     seconds = measured_products(mesh.checkpoint_axis, mesh.device)
     # The lower median, as in `slow_ranks`, so that the sentence has the number that was compared.
     typical = sorted(seconds)[(len(seconds) - 1) // 2]
-    told = [
+    problems = [
         f"rank {rank} on {hosts[rank]} is slow: a fixed matrix product takes {1e3 * seconds[rank]:.2f} ms, "
         f"{seconds[rank] / typical:.1f} times the typical {1e3 * typical:.2f} ms"
         for rank in slow_ranks(seconds)
     ]
-    findings.add("speed", f"a matrix product takes {1e3 * min(seconds):.2f} to {1e3 * max(seconds):.2f} ms", told)
+    findings.add("speed", f"a matrix product takes {1e3 * min(seconds):.2f} to {1e3 * max(seconds):.2f} ms", problems)
 
 
 def _sentences(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[str]:

@@ -96,10 +96,10 @@ class LinkArguments:
             raise UserError(f"min_bytes={self.min_bytes} must not be above max_bytes={largest}")
         if self.factor < 2:
             raise UserError(f"factor={self.factor} must be at least 2: sizes grow by it")
-        found = [first]
-        while found[-1] * self.factor <= last:
-            found.append(found[-1] * self.factor)
-        return found
+        sizes = [first]
+        while sizes[-1] * self.factor <= last:
+            sizes.append(sizes[-1] * self.factor)
+        return sizes
 
     def refuse(self, layout: Layout) -> None:
         """UserError for collectives that are none, axes that are none of those of the layout, sizes and files."""
@@ -131,8 +131,8 @@ def groups_of(layout: Layout, experts: ExpertLayout) -> dict[str, list[list[int]
     groups = {name: layout.groups(*name.split("_")) for name in DENSE_AXES}
     if experts.ep > 1:
         groups |= {name: layout.expert_groups(experts)[name] for name in EXPERT_AXES}
-    found: dict[str, list[list[int]]] = {}
+    distinct: dict[str, list[list[int]]] = {}
     for name, ranks in groups.items():
-        if len(ranks[0]) > 1 and ranks not in found.values():
-            found[name] = ranks
-    return found
+        if len(ranks[0]) > 1 and ranks not in distinct.values():
+            distinct[name] = ranks
+    return distinct

@@ -116,10 +116,10 @@ def _probed(device: Device, row: Row) -> tuple[Device, str]:
 
 def _refuse_other(device: Device, row: Row, name: str) -> None:
     """UserError if a device with this name is not the row of the table that is calibrated."""
-    found = device_table()[WITHOUT_SHEET] if name == WITHOUT_SHEET else device_of(name)
-    if found is not None and found.name != device.name and device.name in device_table():
+    other = device_table()[WITHOUT_SHEET] if name == WITHOUT_SHEET else device_of(name)
+    if other is not None and other.name != device.name and device.name in device_table():
         raise UserError(
-            f"--calibrate {row.where} measured {name}, which is {found.name}, and --device is {device.name}; name that "
+            f"--calibrate {row.where} measured {name}, which is {other.name}, and --device is {device.name}; name that "
             "device, or measure on this one"
         )
 
@@ -142,7 +142,7 @@ def _refuse_other_links(device: Device, link: MeasuredLink) -> None:
 
 def to_toml(device: Device) -> str:
     """Text of a TOML file with this device, which --device reads."""
-    values = {each.name: getattr(device, each.name) for each in fields(Device) if each.name != "name"}
+    values = {field.name: getattr(device, field.name) for field in fields(Device) if field.name != "name"}
     table = {device.name: {name: value for name, value in values.items() if value is not None}}
     return write_toml(table, before=["A device as measured: megatronish plan --device FILE.toml"])
 
@@ -167,7 +167,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 def _links(rows: Iterable[Row]) -> Iterator[MeasuredLink]:
     """One link for each collective and group whose fit was accepted; of two fits by size that of the large ones."""
-    found = {}
+    fit_by_group = {}
     for row in rows:
         fit = row.values.get("fit")
         if not isinstance(fit, dict) or fit.get("accepted") is not True:
@@ -182,8 +182,8 @@ def _links(rows: Iterable[Row]) -> Iterator[MeasuredLink]:
             continue
         ranks, nodes = (int(row.number(fit, key, most=MOST_RANKS, whole=True)) for key in ("ranks", "nodes"))
         if ranks > 1:
-            found[name, ranks, nodes, str(fit.get("axis"))] = row, fit
-    for (name, ranks, nodes, _), (row, fit) in found.items():
+            fit_by_group[name, ranks, nodes, str(fit.get("axis"))] = row, fit
+    for (name, ranks, nodes, _), (row, fit) in fit_by_group.items():
         times = STEPS[name]
         bus = row.number(fit, "bandwidth_bytes_per_s", most=1e9 * LARGEST) * times * (ranks - 1) / ranks
         alpha = row.number(fit, "alpha_s", most=SLOWEST, least=0.0)

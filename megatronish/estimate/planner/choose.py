@@ -41,11 +41,11 @@ def short_list(search: Search, *, number: int) -> ShortList:
     for each in tried.found:
         by_mesh.setdefault(each.candidate.mesh, []).append(each)
     planned: list[Planned] = []
-    for found in by_mesh.values():
+    for of_mesh in by_mesh.values():
         # A few more than are printed, as the exact figures may order them differently.
         if len(planned) == number + 2:
             break
-        planned += _first_that_holds(search, iter(found))
+        planned += _first_that_holds(search, iter(of_mesh))
     if not planned:
         raise UserError(does_not_fit(search, tried))
     planned.sort(key=lambda each: each.step.high)
@@ -174,11 +174,11 @@ def layout_does_not_fit(search: Search, planned: Planned) -> str:
     fullest, candidate = planned.fullest, planned.candidate
     total, (owner, size) = fullest.memory.total, max(fullest.owners.items(), key=lambda item: item[1])
     neighbours = []
-    for each, change in _neighbours(candidate, search.config.model.num_experts is not None):
-        if search.is_legal(each) and search.work.global_batch % (each.micro_batch * each.mesh.dp) == 0:
-            stages = search.stages(each)
-            if search.nbytes(each) <= search.limit:
-                neighbours.append((search.clock.step(each, stages).high, change))
+    for neighbour, change in _neighbours(candidate, search.config.model.num_experts is not None):
+        if search.is_legal(neighbour) and search.work.global_batch % (neighbour.micro_batch * neighbour.mesh.dp) == 0:
+            stages = search.stages(neighbour)
+            if search.nbytes(neighbour) <= search.limit:
+                neighbours.append((search.clock.step(neighbour, stages).high, change))
     if neighbours:
         remedy = f"the cheapest change that makes it fit is {min(neighbours)[1]}"
     elif fits(search):

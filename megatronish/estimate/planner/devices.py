@@ -137,7 +137,7 @@ def _device(name: str, row: Mapping[str, Any], path: str) -> Device:
     if "like" in row:
         base = _base(name, row.pop("like"), path)
         others = {key: None for key, sheet in MEASURED.items() if sheet in row}  # of another link, or another chip
-        row = {each.name: getattr(base, each.name) for each in fields(Device)} | others | row
+        row = {field.name: getattr(base, field.name) for field in fields(Device)} | others | row
     row["name"] = name
     known = {each.name: each for each in fields(Device)}
     for key in row:
@@ -204,14 +204,14 @@ UNITS = {"B": 1e-9, "kB": 1e-6, "MB": 1e-3, "GB": 1.0, "TB": 1e3, "b": 1e-9 / 8,
 
 def network_gb_s(given: str) -> float:
     """ "50GB/s" -> 50.0, "400Gb/s" -> 50.0: one direction of one device; UserError without a unit."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([kMGT]?[Bb])(?:/s|ps|it/s)?\s*", given)
-    if found is None or found[2] not in UNITS:
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kMGT]?[Bb])(?:/s|ps|it/s)?\s*", given)
+    if match is None or match[2] not in UNITS:
         raise UserError(
             f"--network {given} needs a number and a unit: GB/s are bytes and Gb/s are bits, of one direction of one "
             "device; write --network 50GB/s, which is 400Gb/s"
         )
     try:
-        value = float(found[1]) * UNITS[found[2]]
+        value = float(match[1]) * UNITS[match[2]]
     except ValueError:
         value = 0.0
     if value <= 0:

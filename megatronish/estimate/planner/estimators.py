@@ -78,5 +78,5 @@ def deepspeed_report(parameters: int, largest: int, cluster: Cluster) -> str:
     ]
     for name, rows in (("ZeRO-2", zero2(parameters, cluster)), ("ZeRO-3", zero3(parameters, largest, cluster))):
         lines += ["", f"{name}: GiB a node's CPU | GiB a device | settings"]
-        lines += [f"{each.cpu / GIB:9.2f} | {each.gpu / GIB:7.2f} | {each.settings}" for each in rows]
+        lines += [f"{row.cpu / GIB:9.2f} | {row.gpu / GIB:7.2f} | {row.settings}" for row in rows]
     return "\n".join(lines)

@@ -59,8 +59,8 @@ def plan_of(search: Search, candidate: Candidate) -> Planned:
 
 def refusal(search: Search, planned: Planned) -> str | None:
     """Why a layout cannot be printed after all: a rule of the config, or its exact memory."""
-    if found := complaints(planned.config):
-        return found[0]
+    if problems := complaints(planned.config):
+        return problems[0]
     total = planned.fullest.memory.total
     return None if total <= search.limit else f"needs {total / 2**30:.1f} GiB"
 

@@ -26,7 +26,7 @@ def forecast(
     """
     candidate = candidate_of(config)
     fullest = fullest_stage(config, vocab_size, device_type)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "layout": f"{candidate.mesh_text}, {candidate.choices_text}",
         "global_batch_size": config.global_batch_size,
         "memory": {"stage": fullest.stage, "bytes": fullest.memory.total, "by_owner": fullest.owners},
@@ -35,12 +35,12 @@ def forecast(
     given = config.log.forecast_device
     device = find_device(given) if given is not None else device_of(device_name)
     if device is None:
-        return found | {
+        return figures | {
             "no_time": f"{device_name} is not calibrated; megatronish plan --probe and --calibrate measure it, and "
             "--forecast-device names the result"
         }
     if (lack := device.lacks(config.training.precision)) is not None:
-        return found | {"no_time": lack}
+        return figures | {"no_time": lack}
     if gpus_per_node is not None:
         device = replace(device, gpus_per_node=gpus_per_node)
     work = Workload.of(config, vocab_size)
@@ -51,7 +51,7 @@ def forecast(
         calibrated=device.calibrated is not None,
         has_experts=config.model.num_experts is not None,
     )
-    return found | {
+    return figures | {
         "step_seconds": {
             "low": step.low * (1 - error.part),
             "high": step.high * (1 + error.part),

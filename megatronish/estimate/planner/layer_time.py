@@ -111,16 +111,16 @@ class AdapterSeconds:
         self, kind: LayerKind, mesh: MeshSizes, tokens: int, *, shares_sequence: bool
     ) -> tuple[float, float, float, float]:
         """Products and pointwise operations forward, and the same backward, with the adapters' weight gradients."""
-        found = [0.0, 0.0, 0.0, 0.0]
+        seconds = [0.0, 0.0, 0.0, 0.0]
         for linear in kind.cost.linears:
             for section, columns in linear.sections:
                 if f"{linear.name}.{section}" in kind.adapted:
                     times = self._section(linear, columns, mesh, tokens, shares_sequence=shares_sequence)
-                    found = [mine + more for mine, more in zip(found, times, strict=True)]
+                    seconds = [mine + more for mine, more in zip(seconds, times, strict=True)]
         if self.work.adapter.quantize_base is not None:
             decoded = self._decoded(kind.cost.linears, mesh)
-            found[1], found[3] = found[1] + decoded, found[3] + decoded
-        return found[0], found[1], found[2], found[3]
+            seconds[1], seconds[3] = seconds[1] + decoded, seconds[3] + decoded
+        return seconds[0], seconds[1], seconds[2], seconds[3]
 
     def _section(
         self, linear: LinearShape, columns: int, mesh: MeshSizes, tokens: int, *, shares_sequence: bool
@@ -154,9 +154,9 @@ class AdapterSeconds:
     def _decoded(self, linears: Sequence[LinearShape], mesh: MeshSizes) -> float:
         """Seconds to decode all weights of a layer once."""
         sizes = sum(
-            each.in_features * columns * each.copies / (mesh.tp if each.copies == 1 else mesh.ep * mesh.etp)
-            for each in linears
-            for _, columns in each.sections
+            linear.in_features * columns * linear.copies / (mesh.tp if linear.copies == 1 else mesh.ep * mesh.etp)
+            for linear in linears
+            for _, columns in linear.sections
         )
         return DECODED_BYTES * sizes / self.machine.hbm
 
@@ -337,8 +337,8 @@ class LayerClock:
         keys_values = row.linears[0].out_features - core.num_heads * core.query_size
         if not self.work.ring:
             heads = traded_heads(core.num_heads, keys_values // (2 * core.query_size), tp=tp, cp=cp)
-            each = self.links.all_to_all(cp, tp, width * tokens * heads * core.query_size / tp)
-            return each, each, 0.0
+            exchange = self.links.all_to_all(cp, tp, width * tokens * heads * core.query_size / tp)
+            return exchange, exchange, 0.0
         ring, rate = RingBytes.of(tokens * keys_values // tp, cp=cp, width=width), self.links.bandwidth(cp, tp)
         forward = ring.forward / rate + (cp - 1) * self.links.latency
         last = ring.last / rate + self.links.latency  # behind nothing

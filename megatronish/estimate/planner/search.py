@@ -186,8 +186,8 @@ class Search:
                     for schedule, chunks in self._schedules(plain):
                         if not zeros[schedule]:  # offloading needs more of ZeRO than the schedule allows
                             continue
-                        each = Candidate(mesh, micro, schedule, chunks, 0, recompute, sequence_parallel)
-                        yield each, zeros[schedule]
+                        candidate = Candidate(mesh, micro, schedule, chunks, 0, recompute, sequence_parallel)
+                        yield candidate, zeros[schedule]
 
     def _sizes_of_steps(self, mesh: MeshSizes) -> Iterator[tuple[int, dict[str, list[int]]]]:
         """Micro-batches, each with the stages of ZeRO that it may have under every schedule."""

@@ -181,12 +181,12 @@ class StepClock:
         pipeline = self._pipeline(candidate, times, m)
         uneven = (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0
         others = self._others(candidate, times, slowest, m)
-        found = []
+        ends = []
         for zero in zeros:
             once, each, optimizer = self._around_passes(candidate.mesh, stages, zero)
             spent = pipeline.total + once + m * each + optimizer + others + eff.step_seconds
-            found.append(spent * (1 + eff.jitter) + uneven)
-        return found
+            ends.append(spent * (1 + eff.jitter) + uneven)
+        return ends
 
     def _others(self, candidate: Candidate, times: StageTimes, slowest: Brief, m: int) -> float:
         """Seconds of forward passes alone over all micro-batches, which fill the pipeline once each."""

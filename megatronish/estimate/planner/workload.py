@@ -133,7 +133,7 @@ class StageLayers:
     @cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of layers of each kind, of each stage."""
-        return tuple(tuple(map(sum, zip(*each, strict=True))) for each in self.chunks)
+        return tuple(tuple(map(sum, zip(*chunks, strict=True))) for chunks in self.chunks)
 
     def parameters(self, stage: int, tp: int) -> Count:
         """Parameters of a stage by how they are cut, with a vocabulary padded for tp."""
@@ -176,23 +176,23 @@ class StageLayers:
     @cached_property
     def ends(self) -> list[int]:
         """Stages of which one is the fullest: both ends, and of stages with the same chunks the first and the last."""
-        found = {self.first, self.last}
+        ends = {self.first, self.last}
         alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for stage, chunks in enumerate(self.chunks):
             alike.setdefault(tuple(chunks), []).append(stage)
-        found |= {stages[0] for stages in alike.values()}
+        ends |= {stages[0] for stages in alike.values()}
         if self.first == self.last or self.defers:  # later stages hold as much as earlier ones, or wait for more
-            found |= {stages[-1] for stages in alike.values()}
-        return sorted(found)
+            ends |= {stages[-1] for stages in alike.values()}
+        return sorted(ends)
 
     @cached_property
     def shapes(self) -> list[tuple[tuple[int, ...], bool, bool, int]]:
         """Different stages: counts by kind, whether it is the first, whether the last, and how many there are."""
-        found: dict[tuple[tuple[int, ...], bool, bool], int] = {}
+        number_by_shape: dict[tuple[tuple[int, ...], bool, bool], int] = {}
         for stage, counts in enumerate(self.counts):
             key = (counts, stage == self.first, stage == self.last)
-            found[key] = found.get(key, 0) + 1
-        return [(*key, number) for key, number in found.items()]
+            number_by_shape[key] = number_by_shape.get(key, 0) + 1
+        return [(*key, number) for key, number in number_by_shape.items()]
 
 
 def counted(work: Workload, layers: range) -> tuple[int, ...]:

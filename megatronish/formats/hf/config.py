@@ -108,10 +108,10 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
 
 def _eos_token_ids(config: ConfigJson) -> tuple[int, ...]:
     eos = config.values.get("eos_token_id")
-    found = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token, int) for token in found):
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) for token in ids):
         config.refuse("eos_token_id", "must be a token id, or a list of them", remedy=CORRECT)
-    return tuple(found)
+    return tuple(ids)
 
 
 def _write(name: str, model: ModelConfig, *, vocab_size: int, seq_length: int, eos: int | None) -> dict[str, Any]:

@@ -42,16 +42,16 @@ def describe(load: Path) -> Description:
     """Description of the model in a Hugging Face folder; its weights are not opened."""
     if not load.is_dir():
         raise UserError(f"{load} is no folder; download the model, and name the folder with its config.json")
-    found = read_hf_config(load)
-    stops = sorted({*found.eos_token_ids, *_stops_of_generation(load)})
+    config = read_hf_config(load)
+    stops = sorted({*config.eos_token_ids, *_stops_of_generation(load)})
     return Description(
-        model=ModelConfig(**found.model),
-        vocab_size=found.vocab_size,
-        seq_length=found.seq_length,
-        data=DataConfig(**found.data),
-        eod=next(iter(found.eos_token_ids), None),
+        model=ModelConfig(**config.model),
+        vocab_size=config.vocab_size,
+        seq_length=config.seq_length,
+        data=DataConfig(**config.data),
+        eod=next(iter(config.eos_token_ids), None),
         tokenizer_files=tokenizer_files.in_folder(load),
-        origin={FORMAT: found.origin} | ({"stops": stops} if len(stops) > 1 else {}),
+        origin={FORMAT: config.origin} | ({"stops": stops} if len(stops) > 1 else {}),
     )
 
 
@@ -67,10 +67,10 @@ def _stops_of_generation(load: Path) -> set[int]:
     if not isinstance(stops, dict):
         raise UserError(f"{path} is not a JSON object; correct or remove it")
     stops = stops.get("eos_token_id")
-    found = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    if not all(isinstance(token, int) for token in found):
+    ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if not all(isinstance(token, int) for token in ids):
         raise UserError(f"{path}: eos_token_id={stops!r} must be a token id, or a list of them; correct it")
-    return set(found)
+    return set(ids)
 
 
 def read(load: Path) -> Model:
@@ -103,15 +103,15 @@ def read(load: Path) -> Model:
 def _with_prefix(load: Path, description: Description, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Tensors with full names: a model saved without its head has names without a prefix. Unknown names stay."""
     known = {name for rule in rules(description) for name in rule.theirs}
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         whole = f"{_base(description)}.{name}"
         if whole in known and whole in tensors:
             raise UserError(
                 f"{load} holds both {name} and {whole}, which are one tensor of its model; remove the wrong one"
             )
-        found[whole if whole in known else name] = tensor
-    return found
+        renamed[whole if whole in known else name] = tensor
+    return renamed
 
 
 def _with_one_head(load: Path, description: Description, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -148,7 +148,7 @@ _ROUTER = re.compile(r"(.*layers\.\d+\.)mlp\.gate\.weight")
 
 def published(tensors: Mapping[str, LazyTensor], names: ExpertNames) -> dict[str, LazyTensor]:
     """Tensors with packed experts under the names of single ones; UserError for experts that are there twice."""
-    found: dict[str, LazyTensor] = {}
+    unpacked: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         renamed = {name: tensor}
         if match := _PACKED.fullmatch(name):
@@ -156,10 +156,10 @@ def published(tensors: Mapping[str, LazyTensor], names: ExpertNames) -> dict[str
         elif (match := _ROUTER.fullmatch(name)) and names.part != "mlp":
             renamed = {f"{match[1]}{names.part}.gate.weight": tensor}
         for other, each in renamed.items():
-            if other in found or (other != name and other in tensors):
+            if other in unpacked or (other != name and other in tensors):
                 raise UserError(f"{name} is {other} in another form, and both are there; remove the wrong one")
-            found[other] = each
-    return found
+            unpacked[other] = each
+    return unpacked
 
 
 def _unpacked(name: str, tensor: LazyTensor, experts: str, names: ExpertNames) -> dict[str, LazyTensor]:

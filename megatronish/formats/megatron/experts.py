@@ -85,7 +85,7 @@ def by_expert(
     UserError for experts that the arguments do not know.
     """
     ranks = list(grid.ranks())
-    found: dict[str, list[RankTensor]] = {}
+    parts_by_name: dict[str, list[RankTensor]] = {}
     for name, of_ranks in parts.items():
         if PACKED.fullmatch(name):
             raise UserError(
@@ -97,7 +97,7 @@ def by_expert(
             copies = (
                 [of for (tp, _), of in zip(ranks, of_ranks, strict=True) if tp == rank] for rank in range(grid.tp)
             )
-            found[name] = [one_of(name, each) for each in copies]
+            parts_by_name[name] = [one_of(name, each) for each in copies]
             continue
         number, here = int(match[2]), (num_experts or 0) // grid.ep
         if number >= here:
@@ -105,5 +105,5 @@ def by_expert(
         for ep in range(grid.ep):
             here_too = [(tp % grid.etp, of) for (tp, e), of in zip(ranks, of_ranks, strict=True) if e == ep]
             whole = f"{match[1]}{ep * here + number}"
-            found[whole] = [one_of(whole, [of for e, of in here_too if e == etp]) for etp in range(grid.etp)]
-    return found
+            parts_by_name[whole] = [one_of(whole, [of for e, of in here_too if e == etp]) for etp in range(grid.etp)]
+    return parts_by_name

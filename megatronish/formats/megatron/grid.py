@@ -43,8 +43,8 @@ def _read_equal(name: str, copies: Sequence[RankTensor]) -> Tensor:
     sums = [zlib.crc32(memory_of(copy.read())) for copy in others]
     tensor = first.read()
     expected = zlib.crc32(memory_of(tensor))
-    for copy, found in zip(others, sums, strict=True):
-        if found != expected:
+    for copy, checksum in zip(others, sums, strict=True):
+        if checksum != expected:
             raise UserError(
                 f"{name} differs between {first.path} and {copy.path}, which hold copies of it; the files are of two "
                 "checkpoints, fetch them again"

@@ -115,10 +115,10 @@ def megatron_name(name: str) -> str:
 def rules(description: Description) -> list[TensorRule]:
     """Rules for all tensors of a model. UserError for a model that Megatron-LM cannot have."""
     check_counterpart(description.model)
-    found: list[TensorRule] = []
+    tensor_rules: list[TensorRule] = []
     for name, sharding in description.shardings().items():
-        found += _of_experts(name, sharding) or [_rule(name, description.model)]
-    return found
+        tensor_rules += _of_experts(name, sharding) or [_rule(name, description.model)]
+    return tensor_rules
 
 
 def _of_experts(name: str, sharding: Sharding) -> list[TensorRule]:

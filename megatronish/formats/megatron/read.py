@@ -88,10 +88,10 @@ def folder_of(load: Path) -> Path:
 
 
 def first_file(folder: Path) -> Path:
-    found = sorted(folder.glob("mp_rank_*")) if folder.is_dir() else []
-    if not found:
+    folders = sorted(folder.glob("mp_rank_*")) if folder.is_dir() else []
+    if not folders:
         raise UserError(f"{folder} holds no mp_rank_* folder; name a folder with {LATEST}, or one iteration's in it")
-    return found[0] / FILE
+    return folders[0] / FILE
 
 
 def read_ranks(folder: Path, first: RankFile) -> tuple[RankGrid, list[list[RankFile]]]:

@@ -42,7 +42,7 @@ def their_config(
     base: str,
 ) -> dict[str, Any]:
     """Content of adapter_config.json. Modules are listed by their full names, so that no other one matches."""
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "peft_type": "LORA" if config.adapter_type == "lora" else "IA3",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -52,12 +52,12 @@ def their_config(
     }
     if config.adapter_type == "ia3":
         down = [name for name in modules if name.endswith(DOWN)]
-        return found | {"feedforward_modules": down}
+        return content | {"feedforward_modules": down}
     # The scale alpha / r, or alpha / sqrt(r), stays that of one section.
     alphas = {
         name: config.lora_alpha * (math.sqrt(number) if config.use_rslora else number) for name, number in ranks.items()
     }
-    return found | {
+    return content | {
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
@@ -71,12 +71,12 @@ def their_config(
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        found = foreign.read_json(path)
+        content = foreign.read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; name a folder that PEFT has saved") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path} is no JSON object; fetch it again")
-    return found
+    return content
 
 
 def _shown(value: Any) -> str:
@@ -127,10 +127,10 @@ def _refuse_no_numbers(path: Path, theirs: Mapping[str, Any]) -> None:
     ranks, others = {"r": theirs.get("r", 8)}, {"lora_alpha": theirs.get("lora_alpha", 8)}
     others["lora_dropout"] = theirs.get("lora_dropout") or 0.0
     for key, values in (("rank_pattern", ranks), ("alpha_pattern", others)):
-        found = theirs.get(key) or {}
-        if not isinstance(found, dict):
-            raise UserError(f"{path}: {key}={found!r} is no JSON object; fetch it again")
-        values |= {f"{key} of {name}": value for name, value in found.items()}
+        pattern = theirs.get(key) or {}
+        if not isinstance(pattern, dict):
+            raise UserError(f"{path}: {key}={pattern!r} is no JSON object; fetch it again")
+        values |= {f"{key} of {name}": value for name, value in pattern.items()}
     for name, value in ranks.items():
         if type(value) is not int or not 1 <= value < LARGEST_RANK:
             raise UserError(f"{path}: {name}={_shown(value)} must be a whole number from 1 on; fetch it again")

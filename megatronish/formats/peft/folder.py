@@ -172,15 +172,15 @@ def _apart(module: Module, a: Tensor, b: Tensor, rank: int) -> dict[str, dict[st
     # same shapes, so the elements of B decide.
     number = a.shape[-2] // rank
     if number > 1 and a.shape[-2] == number * rank:
-        blocks, found = list(zip(a.split(rank, dim=-2), range(0, number * rank, rank), strict=True)), {}
+        blocks, adapters = list(zip(a.split(rank, dim=-2), range(0, number * rank, rank), strict=True)), {}
         # 2. As many blocks as sections, or as the sections whose rows are not all zero, in their order.
         names = list(module.sections) if number == len(rows) else [name for name, each in rows.items() if each.any()]
         for name, (block, column) in zip(names, blocks, strict=False):
-            found[name] = {"A": block.contiguous(), "B": rows[name][..., column : column + rank].contiguous()}
+            adapters[name] = {"A": block.contiguous(), "B": rows[name][..., column : column + rank].contiguous()}
         # 3. Block-diagonal: B has no element outside of the blocks.
         others = sum(int(each.count_nonzero()) for each in rows.values())
-        if len(found) == number and others == sum(int(each["B"].count_nonzero()) for each in found.values()):
-            return found
+        if len(adapters) == number and others == sum(int(each["B"].count_nonzero()) for each in adapters.values()):
+            return adapters
     # 4. Else the sections share one A, and each has its rows of B: the same product, with copies of A.
     return {name: {"A": a.clone(), "B": each.contiguous()} for name, each in rows.items()}
 
@@ -198,12 +198,14 @@ def write(save: Path, adapter: SavedAdapter, description: Description, *, base: 
     ranks: dict[str, int] = {}
     # Module by module in the model's order; PEFT's config then names exactly the modules that have tensors.
     for module in modules_of(description):
-        found = {
+        parts_by_section = {
             name: sections[f"{module.layer}.{name}"] for name in module.sections if f"{module.layer}.{name}" in sections
         }
-        if not found:
+        if not parts_by_section:
             continue
-        read = {name: {part: each.read() for part, each in parts.items()} for name, parts in found.items()}
+        read = {
+            name: {part: tensor.read() for part, tensor in parts.items()} for name, parts in parts_by_section.items()
+        }
         whole = module.name if not module.experts else f"{module.name}.{module.parameter}"
         (parameters if module.experts else modules).append(whole)
         if config.adapter_type == "ia3":
@@ -211,11 +213,11 @@ def write(save: Path, adapter: SavedAdapter, description: Description, *, base: 
             continue
         tensors |= lora_tensors(module, read, config.lora_rank)
         # Sections merged to one module have the sum of their ranks, which PEFT must find in its pattern of ranks.
-        if len(found) > 1:
-            ranks[whole] = len(found)
+        if len(parts_by_section) > 1:
+            ranks[whole] = len(parts_by_section)
     _refuse_dense_next_to_packed(modules, parameters)
     with new_folder(save, decisive=CONFIG) as partial:
-        write_file(partial / FILE, {name: _lazy(each) for name, each in tensors.items()})
+        write_file(partial / FILE, {name: _lazy(tensor) for name, tensor in tensors.items()})
         text = json.dumps(their_config(config, modules, parameters, ranks, description, base), indent=2)
         (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
 
@@ -242,7 +244,7 @@ def read(load: Path, description: Description) -> SavedAdapter:
     theirs = read_config(load / CONFIG)
     config = our_config(load / CONFIG, theirs)
     tensors = read_file(load / FILE)
-    found: dict[str, LazyTensor] = {}
+    our_tensors: dict[str, LazyTensor] = {}
     used: set[str] = set()
     targets: list[str] = []
     for module in modules_of(description):
@@ -255,7 +257,7 @@ def read(load: Path, description: Description) -> SavedAdapter:
         used.update(names)
         parts = our_parts(module, [tensors[name].read() for name in names], config, load / FILE)
         targets += [f"{module.layer}.{section}" for section in parts]
-        found |= {
+        our_tensors |= {
             f"{module.layer}.{section}.{part}": _lazy(tensor)
             for section, of_section in parts.items()
             for part, tensor in of_section.items()
@@ -268,7 +270,7 @@ def read(load: Path, description: Description) -> SavedAdapter:
         )
     name = theirs.get("base_model_name_or_path")
     config = replace(config, adapter_targets=_short(targets, description))
-    return SavedAdapter(load, config, found, base_name=None if name is None else str(name))
+    return SavedAdapter(load, config, our_tensors, base_name=None if name is None else str(name))
 
 
 def _short(targets: list[str], description: Description) -> tuple[str, ...]:

@@ -237,11 +237,11 @@ class FullySharded:
 
     def counted_gradients(self) -> dict[str, list[Tensor]]:
         """Flat tensors with the gradients that this rank counts, and zeros, by domain."""
-        found: dict[str, list[Tensor]] = {name: [] for name in self.domains}
+        gradients: dict[str, list[Tensor]] = {name: [] for name in self.domains}
         for plan, total in zip(self._plans, self._sums, strict=True):
             if plan.counted:
-                found[plan.domain.name].append(total)
-        return found
+                gradients[plan.domain.name].append(total)
+        return gradients
 
     def wait_for_offload(self) -> None:
         """Returns once the gradients are where the optimizer reads them."""
@@ -261,12 +261,12 @@ class FullySharded:
 
 def _of_other_domains(stage: nn.Module, domain_of: Mapping[str, Domain]) -> Iterator[tuple[nn.Module, Domain]]:
     """The largest modules all of whose parameters are of one domain other than the dense one."""
-    found: list[str] = []
+    paths: list[str] = []
     # Outer modules come first, so a module inside one that was found is left to it.
     for path, module in stage.named_modules():
         names = {domain_of[f"{path}.{name}".lstrip(".")].name for name, _ in module.named_parameters()}
-        if len(names) == 1 and names != {"dense"} and not any(path.startswith(f"{other}.") for other in found):
-            found.append(path)
+        if len(names) == 1 and names != {"dense"} and not any(path.startswith(f"{other}.") for other in paths):
+            paths.append(path)
             yield module, next(domain for domain in domain_of.values() if domain.name in names)
 
 

@@ -103,12 +103,12 @@ class BucketPlan:
         """Of each parameter of which this rank keeps something, what."""
         share = self.part_size
         first = self.domain.shard.rank * share
-        found = {}
+        segments = {}
         for name, begin, size in zip(self.names, self.offsets, self.sizes, strict=True):
             low, high = max(begin, first), min(begin + size, first + share)
             if low < high:
-                found[name] = Segment(low - begin, high - begin, low - first)
-        return found
+                segments[name] = Segment(low - begin, high - begin, low - first)
+        return segments
 
 
 def plan_buckets(

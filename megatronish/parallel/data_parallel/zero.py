@@ -187,11 +187,11 @@ class Zero:
 
     def counted_gradients(self) -> dict[str, list[Tensor]]:
         """Flat tensors with the gradients that this rank counts, and zeros, by domain."""
-        found: dict[str, list[Tensor]] = {name: [] for name in self.domains}
+        gradients: dict[str, list[Tensor]] = {name: [] for name in self.domains}
         for bucket in self.buckets.buckets:
             if bucket.plan.counted:
-                found[bucket.plan.domain.name].append(bucket.part)
-        return found
+                gradients[bucket.plan.domain.name].append(bucket.part)
+        return gradients
 
     def finish_reduction(self) -> None:
         """Returns once every gradient is summed over all that it must be summed over."""
@@ -210,9 +210,9 @@ class Zero:
 
 def memory_on(device: torch.device, like: Sequence[Tensor]) -> list[Tensor]:
     """Zeros of these shapes there; in memory that a GPU can copy from and to without waiting if it is the CPU's."""
-    if device.type == "cpu" and any(each.device.type == "cuda" for each in like):
-        return pinned_zeros([Form(tuple(each.shape), each.dtype) for each in like])
-    return [torch.zeros(each.shape, dtype=each.dtype, device=device) for each in like]
+    if device.type == "cpu" and any(tensor.device.type == "cuda" for tensor in like):
+        return pinned_zeros([Form(tuple(tensor.shape), tensor.dtype) for tensor in like])
+    return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in like]
 
 
 class OffloadedGradients:

@@ -93,7 +93,7 @@ def _grows(schedule: str, num_stages: int, num_chunks: int) -> bool:
     most = []
     for rounds in (ROUNDS, ROUNDS + 1):
         instants, _ = _all_of(StagePlan(schedule, num_stages, num_chunks, rounds * num_stages, 0))
-        most.append(max(sum(each.live) for each in instants))
+        most.append(max(sum(instant.live) for instant in instants))
     return most[0] < most[1]
 
 
@@ -113,10 +113,10 @@ def fullest_instants(plan: StagePlan) -> tuple[Instant, ...]:
         return fullest_instants(counted)
     instants, _ = _all_of(plan)
     if plan.num_chunks > FEW_CHUNKS:  # those with most of all chunks, or one less, that differ at the model's ends
-        most = max(sum(each.live) for each in instants)
-        near = [each for each in sorted(instants) if sum(each.live) >= most - 1]
-        return tuple({(sum(each.live), each.live[0], each.live[-1]): each for each in near}.values())
-    return tuple(_largest({(*each.live, *each.deferred): each for each in sorted(instants)}))
+        most = max(sum(instant.live) for instant in instants)
+        near = [instant for instant in sorted(instants) if sum(instant.live) >= most - 1]
+        return tuple({(sum(instant.live), instant.live[0], instant.live[-1]): instant for instant in near}.values())
+    return tuple(_largest({(*instant.live, *instant.deferred): instant for instant in sorted(instants)}))
 
 
 @lru_cache(maxsize=100_000)
@@ -132,7 +132,7 @@ def fullest_backwards(plan: StagePlan) -> tuple[Backward, ...]:
     if counted != plan:
         return fullest_backwards(counted)
     _, backwards = _all_of(plan)
-    ordered = sorted(backwards, key=lambda each: (each.instant, each.chunk, sorted(each.begun)))
+    ordered = sorted(backwards, key=lambda backward: (backward.instant, backward.chunk, sorted(backward.begun)))
     return tuple(_first(ordered, plan.num_chunks) if is_short else _later(ordered, plan.num_chunks))
 
 
@@ -141,35 +141,35 @@ def _later(backwards: list[Backward], num_chunks: int) -> Iterator[Backward]:
 
     Of many chunks those between the first and the last count as one: they differ in no more than their layers.
     """
-    found: dict[int, dict[tuple[int, ...], Backward]] = {}
+    by_chunk: dict[int, dict[tuple[int, ...], Backward]] = {}
     is_many = num_chunks > FEW_CHUNKS
-    for each in backwards:
-        if len(each.begun) == num_chunks:
-            (live, deferred), chunk = each.instant, each.chunk
+    for backward in backwards:
+        if len(backward.begun) == num_chunks:
+            (live, deferred), chunk = backward.instant, backward.chunk
             held = (sum(live), live[0], live[-1]) if is_many else (*live, *deferred)
             alike = min(chunk, 1) + (chunk == num_chunks - 1) if is_many else chunk
-            found.setdefault(alike, {}).setdefault(held, each)
-    for alike_ones in found.values():
+            by_chunk.setdefault(alike, {}).setdefault(held, backward)
+    for alike_ones in by_chunk.values():
         yield from _largest(alike_ones)
 
 
 def _first(backwards: list[Backward], num_chunks: int) -> Iterator[Backward]:
     """For each set of chunks that had a backward, those with most that is live, and most that waits at all."""
-    found: dict[Hashable, tuple[int, Backward]] = {}
+    fullest: dict[Hashable, tuple[int, Backward]] = {}
     is_many, few = num_chunks > FEW_CHUNKS, {0, 1, num_chunks // 4, num_chunks // 2, num_chunks - 1, num_chunks}
-    for each in backwards:
-        (live, deferred), chunk = each.instant, each.chunk
-        if is_many and len(each.begun) not in few:
+    for backward in backwards:
+        (live, deferred), chunk = backward.instant, backward.chunk
+        if is_many and len(backward.begun) not in few:
             continue
         for name, held in (("live", sum(live)), ("both", sum(live) + sum(deferred))):
-            key = (name, each.begun, (chunk == 0, chunk == num_chunks - 1) if is_many else chunk)
-            if key not in found or held > found[key][0]:
-                found[key] = held, each
-    yield from dict.fromkeys(each for _, each in found.values())
+            key = (name, backward.begun, (chunk == 0, chunk == num_chunks - 1) if is_many else chunk)
+            if key not in fullest or held > fullest[key][0]:
+                fullest[key] = held, backward
+    yield from dict.fromkeys(backward for _, backward in fullest.values())
 
 
-def _largest(found: dict[tuple[int, ...], Held]) -> Iterator[Held]:
+def _largest(candidates: dict[tuple[int, ...], Held]) -> Iterator[Held]:
     """Without those that hold no more than another one of any chunk."""
-    for held, each in found.items():
-        if not any(other != held and all(a >= b for a, b in zip(other, held, strict=True)) for other in found):
-            yield each
+    for held, candidate in candidates.items():
+        if not any(other != held and all(a >= b for a, b in zip(other, held, strict=True)) for other in candidates):
+            yield candidate

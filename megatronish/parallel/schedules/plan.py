@@ -76,19 +76,19 @@ EVERY_LINE: tuple[tuple[Kind, bool], ...] = (("F", True), ("F", False), ("B", Tr
 
 def lines(placement: Placement) -> set[tuple[Kind, bool]]:
     """Kind and direction of what stages send under this placement. Activations go to a later stage in every one."""
-    found: set[tuple[Kind, bool]] = {("F", True)}
+    directions: set[tuple[Kind, bool]] = {("F", True)}
     for before, after in pairwise(placement):
         if before.stage != after.stage:
-            found |= {("F", after.stage > before.stage), ("B", before.stage > after.stage)}
-    return found
+            directions |= {("F", after.stage > before.stage), ("B", before.stage > after.stage)}
+    return directions
 
 
 def routes(placement: Placement) -> dict[tuple[Kind, StageChunk], Route]:
     """Routes by kind and place: F goes to the next position, B to the previous one, W has no transfer."""
-    found: dict[tuple[Kind, StageChunk], Route] = {}
+    route_by_place: dict[tuple[Kind, StageChunk], Route] = {}
     padded = [None, *placement, None]
     for before, place, after in zip(padded, placement, padded[2:], strict=False):
-        found["F", place] = Route(before, after)
-        found["B", place] = Route(after, before)
-        found["W", place] = Route(None, None)
-    return found
+        route_by_place["F", place] = Route(before, after)
+        route_by_place["B", place] = Route(after, before)
+        route_by_place["W", place] = Route(None, None)
+    return route_by_place

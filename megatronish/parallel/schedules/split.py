@@ -79,8 +79,8 @@ def _contiguous(pipeline: PipelineCosts) -> list[int]:
             for stop in _stops(pipeline, position, start):
                 is_fixed = position in pipeline.fixed
                 cost = 0.0 if is_fixed else pipeline.ends[position] + before[stop] - before[start]
-                found = (max(slowest, cost), squares + cost**2, (*sizes, stop - start))
-                longer[stop] = min(longer.get(stop, found), found)
+                candidate = (max(slowest, cost), squares + cost**2, (*sizes, stop - start))
+                longer[stop] = min(longer.get(stop, candidate), candidate)
         best = longer
     return list(best[num_layers][2])
 
@@ -90,7 +90,7 @@ def _stops(pipeline: PipelineCosts, position: int, start: int) -> range:
     # The last position takes all that is left; a position of a fixed stage has no choice, and may leave too few layers
     # for later ones: then the range is empty.
     after = range(position + 1, len(pipeline.ends))
-    most = len(pipeline.layers) - sum(pipeline.fixed.get(each, 1) for each in after)
+    most = len(pipeline.layers) - sum(pipeline.fixed.get(later, 1) for later in after)
     if position in pipeline.fixed:
         stop = start + pipeline.fixed[position]
         return range(stop, min(stop, most) + 1)

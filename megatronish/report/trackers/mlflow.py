@@ -63,13 +63,13 @@ class MLflow(Tracker):
     def _known(self, run_id: str) -> dict[str, str] | None:
         """Parameters of a run of an earlier start, which runs again; None if this store does not have it."""
         try:
-            found = self._client.get_run(run_id)
+            run = self._client.get_run(run_id)
         except Exception as error:
             if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return None
         self._client.update_run(run_id, status="RUNNING")
-        return dict(found.data.params)
+        return dict(run.data.params)
 
     def _new(self, run: RunDescription) -> str:
         name = self.log.mlflow_experiment
