@@ -3,7 +3,7 @@
 A run is killed with SIGKILL, from outside: one of its ranks (the launcher begins again, --max-restarts), its launcher
 alone, or all of its processes (it is started again by hand, in some scenarios in another layout). Every start must
 resume from the newest whole checkpoint. At the end the run must have the losses of an undisturbed one, bit for bit in
-the same layout and to 1e-5 over layouts, and must have left nothing: no partial folder, no meeting folder, no lock, no
+the same layout, and over layouts near those of undisturbed ones, and must have left nothing: no partial folder, no meeting folder, no lock, no
 process, and no words on the terminal other than the sentences of the launcher.
 
     PYTHONPATH=.:tests/support python tests/attack/kills.py --kills 200 --seed 1 [--minutes 4] [SCENARIO ...]
@@ -22,11 +22,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jobs import Job, checkpoints_of, started, steps_of, tiny, train_on_ranks
+from jobs import Job, Seen, checkpoints_of, started, steps_of, tiny, train_on_ranks
 from results import Result, publish
 
 from megatronish.checkpoint import save
@@ -40,7 +41,6 @@ STEPS, INTERVAL = 80, 2
 RUN = f"--train-iters {STEPS} --save-interval {INTERVAL} --keep-last 2 --max-restarts 50"
 KILLS_PER_RUN = 7
 PAUSE = 0.01  # seconds after each step, without which a run in one process ends before it is killed
-ACROSS = 1e-5
 EXPECTED = (
     r"rank \d+ failed: killed by SIGKILL \(by hand, or because memory ran out\)",
     r"killed by SIGKILL \(by hand, or because memory ran out\)",
@@ -242,17 +242,28 @@ class Attack:
                 except BlockingIOError:
                     self.outcome.check(holds=False, fault=f"{path} is locked")
 
-    def check_losses(self, calm: Path) -> None:
-        """Losses and gradient norms of all steps equal those of the undisturbed run."""
-        seen, whole = steps_of(self.run_dir), steps_of(calm)
-        if len(self.scenario.layouts) == 1:
+    def check_losses(self, calm: Sequence[Path]) -> None:
+        """Losses and gradient norms of all steps equal those of the undisturbed runs, one in each layout.
+
+        Over layouts, losses differ by what rounding has become after so many steps: at most by twice what those of
+        undisturbed runs differ by in any step.
+        """
+        seen, (whole, *others) = steps_of(self.run_dir), map(steps_of, calm)
+        if not others:
             self.outcome.check(
                 holds=seen == whole, fault="the losses are not those of the undisturbed run, bit for bit"
             )
             return
         self.outcome.check(holds=seen.keys() == whole.keys(), fault="steps are missing")
-        worst = max(abs(seen[n].loss - whole[n].loss) / whole[n].loss for n in whole.keys() & seen.keys())
-        self.outcome.check(holds=worst <= ACROSS, fault=f"losses differ by {worst:.1e}")
+        worst, usual = apart(whole, seen), max(apart(whole, other) for other in others)
+        self.outcome.check(
+            holds=worst <= 2 * usual, fault=f"losses differ by {worst:.1e}, without a kill by {usual:.1e}"
+        )
+
+
+def apart(some: Mapping[int, Seen], others: Mapping[int, Seen]) -> float:
+    """The largest relative difference of the losses of a step."""
+    return max(abs(others[n].loss - some[n].loss) / some[n].loss for n in some.keys() & others.keys())
 
 
 def main() -> int:
@@ -270,7 +281,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
         train_on_ranks(tiny(folder / "base", "--train-iters 1"))
-        calm: dict[str, Path] = {}
+        calm: dict[str, list[Path]] = {}
         for number in range(10**6):
             if kills.total() >= args.kills or time.monotonic() > until:
                 break
@@ -278,8 +289,9 @@ def main() -> int:
             most = min(KILLS_PER_RUN, args.kills - kills.total())
             attack = Attack(scenario, folder / str(number), base=folder / "base", numbers=random.Random(seed))
             if scenario.name not in calm:
-                calm[scenario.name] = folder / f"calm_{number}"
-                train_on_ranks(attack.argv(0, calm[scenario.name]), world_size=world_size_of(scenario.layouts[0]))
+                calm[scenario.name] = [folder / f"calm_{number}_{n}" for n in range(len(scenario.layouts))]
+                for n, (flags, run_dir) in enumerate(zip(scenario.layouts, calm[scenario.name], strict=True)):
+                    train_on_ranks(attack.argv(n, run_dir), world_size=world_size_of(flags))
             outcome = attack.run(most, until)
             attack.check_losses(calm[scenario.name])
             kills += outcome.kills
