@@ -3,8 +3,8 @@
 A run is killed with SIGKILL, from outside: one of its ranks (the launcher begins again, --max-restarts), its launcher
 alone, or all of its processes (it is started again by hand, in some scenarios in another layout). Every start must
 resume from the newest whole checkpoint. At the end the run must have the losses of an undisturbed one, bit for bit in
-the same layout, and over layouts near those of undisturbed ones, and must have left nothing: no partial folder, no meeting folder, no lock, no
-process, and no words on the terminal other than the sentences of the launcher.
+the same layout, and over layouts as near as undisturbed ones are; and must have left nothing: no partial folder, no
+meeting folder, no lock, no process, and no words on the terminal other than the sentences of the launcher.
 
     PYTHONPATH=.:tests/support python tests/attack/kills.py --kills 200 --seed 1 [--minutes 4] [SCENARIO ...]
 """
