@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from megatronish.core.errors import UserError
+from megatronish.core.errors import UserError, without_passwords
 from megatronish.data.chat.conversation import checked_message
 from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.generate import Sampling
@@ -278,7 +278,7 @@ def _answer_errors(app: Any) -> None:
 
     def response(message: str, *, status: int, param: str | None = None, code: str | None = None) -> Any:
         kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"message": message, "type": kind, "param": param, "code": code}
+        error = {"message": without_passwords(message), "type": kind, "param": param, "code": code}
         return JSONResponse({"error": error}, status_code=status)
 
     @app.exception_handler(ApiError)

@@ -15,7 +15,7 @@ from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritabl
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, write_toml
 from megatronish.config.plugins import import_plugins
-from megatronish.core.errors import RunError, UserError
+from megatronish.core.errors import RunError, UserError, without_passwords
 from megatronish.core.figures import no_matplotlib
 from megatronish.estimate.room import refuse_without_room
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
@@ -340,7 +340,7 @@ def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> T
             first_step=first_step,
             config=settings,
             config_text=write_toml(settings),
-            first_lines=opening,
+            first_lines=without_passwords(opening),
         ),
     )
 

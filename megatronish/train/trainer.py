@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from megatronish.config.sections.run import LogConfig
-from megatronish.core.errors import RunError, UserError
+from megatronish.core.errors import RunError, UserError, without_passwords
 from megatronish.core.names import HOOK_NAMES, options_of_each
 from megatronish.data.loader import Prefetcher
 from megatronish.engine.engine import Engine
@@ -99,7 +99,7 @@ class Aside:
     def step(self, reason: str, *, tells: bool = True) -> None:
         """Leave it out from now on, and say so, once."""
         if tells and not self.is_off:
-            words = " ".join(reason.split())
+            words = " ".join(without_passwords(reason).split())
             tqdm.write(
                 f"{self.what} failed and is left out from here on, training continues: {words:.300}", file=sys.stderr
             )
