@@ -37,6 +37,7 @@ from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.mask import BLOCK, AttentionMask, slopes_on
 from megatronish.attention.sinks import sink_attention
 from megatronish.config.sections.training import AttentionBackend
+from megatronish.ops.compiled import compile_function
 from megatronish.ops.dropout import ProbabilityDropout
 
 HALF = (torch.float16, torch.bfloat16)
@@ -189,11 +190,7 @@ def _compiled_flex(backend: Any = "inductor") -> Attend:
 
     As a full graph: beyond the limit of kernels of one function there is an error, and no silent S x S scores.
     """
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend=backend)
-    settings = torch._dynamo.config  # of the process: not every version of torch takes this limit with the function
-    settings.recompile_limit = max(settings.recompile_limit, MOST_KERNELS)
-    settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, 2 * MOST_KERNELS)
-    return compiled
+    return compile_function(flex_attention, most_graphs=MOST_KERNELS, dynamic=False, fullgraph=True, backend=backend)
 
 
 def _distance_bias(slopes: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:

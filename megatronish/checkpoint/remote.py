@@ -324,14 +324,13 @@ def _told_as_os_error(url: str) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None and not isinstance(error, (ConnectionError, TimeoutError)):
             raise
-        reason = error.strerror or (str(error).splitlines() or [type(error).__name__])[0][:300]
-        reason = without_passwords(reason)
+        reason = without_passwords(error.strerror or (str(error).splitlines() or [type(error).__name__])[0])[:300]
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(errno.ENOENT, reason, url) from error
         raise OSError(errno.EACCES if isinstance(error, MISTAKES) else errno.EIO, reason, url) from error
     except Exception as error:
-        line, name = (str(error).splitlines() or [""])[0][:300], type(error).__name__
+        line, name = without_passwords((str(error).splitlines() or [""])[0])[:300], type(error).__name__
         # A store that can only be read, as https://, has no writing: another start finds the same.
         is_mistake = type(error) in (ValueError, TypeError, NotImplementedError)
         is_mistake = is_mistake or "Credentials" in name or "Validation" in name
-        raise OSError(errno.EINVAL if is_mistake else errno.EIO, f"{name}: {without_passwords(line)}", url) from error
+        raise OSError(errno.EINVAL if is_mistake else errno.EIO, f"{name}: {line}", url) from error

@@ -16,7 +16,7 @@ from megatronish.commands.model_loading import A_WEEK, OpenedModel, tokenizer_of
 from megatronish.commands.perplexity import check, sections, unwritable
 from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.sections.data import ChatConfig
-from megatronish.core.errors import UserError
+from megatronish.core.errors import UserError, without_passwords
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.inference.load import find_trained
 from megatronish.inference.session import Session
@@ -174,7 +174,7 @@ def without_network(names: Sequence[str]) -> Iterator[None]:
             causes.append(cause)  # type: ignore[arg-type]
         if not any(isinstance(each, ConnectionError) or type(each).__name__ in UNREACHABLE for each in causes):
             raise
-        line = (str(error).splitlines() or [""])[0][:200]
+        line = (without_passwords(str(error)).splitlines() or [""])[0][:200]
         raise UserError(
             f"the data of --tasks {','.join(names)} cannot be downloaded ({type(error).__name__}: {line}); run it once "
             "on a machine with a network, copy its cache (HF_HOME) here, and set HF_HUB_OFFLINE=1; or name tasks with "

@@ -104,7 +104,7 @@ class ServeArguments(ModelArguments):
     max_request_bytes: int = 2**21
     """Largest body of a request."""
     max_request_seconds: float = 30.0
-    """Seconds in which the headers of a request must have arrived, and then its body."""
+    """Seconds in which the headers of a request must have arrived, then its body, and in which answers must be read."""
     max_connections: int = 200
     """Connections at a time."""
     max_queue: int = 64

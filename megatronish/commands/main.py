@@ -3,13 +3,15 @@
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
 from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, TextIO, cast
 
 from megatronish import __version__
-from megatronish.core.errors import UserError
+from megatronish.core.errors import StarredStream, UserError
 from megatronish.launch.place import Place
 
 PROGRAM = "megatronish"
@@ -39,7 +41,14 @@ def run_script(command: str, *, program: str) -> int:
 
 
 def ended(work: Callable[[], int]) -> int:
-    """Exit status of `work`, also where it is interrupted or its output has no reader."""
+    """Exit status of `work`, also where it is interrupted or its output has no reader; stderr shows no password."""
+    if sys.stderr is None:  # it is closed
+        return _ended(work)
+    with redirect_stderr(cast(TextIO, StarredStream(sys.stderr))):
+        return _ended(work)
+
+
+def _ended(work: Callable[[], int]) -> int:
     try:
         try:
             status = work()
@@ -53,7 +62,7 @@ def ended(work: Callable[[], int]) -> int:
         return 2
     except ModuleNotFoundError as error:
         if (sentence := _without_environment(error)) is None:
-            raise
+            return _bug(error)
         print(sentence, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -62,6 +71,14 @@ def ended(work: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of a pipe has left, as `head` does: nobody is there to be informed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        return _bug(error)
+
+
+def _bug(error: Exception) -> int:
+    """Print a traceback here and not in the interpreter, which would write it past the stream that hides passwords."""
+    traceback.print_exception(error)
+    return 1
 
 
 def _without_environment(error: ModuleNotFoundError) -> str | None:

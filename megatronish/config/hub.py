@@ -6,7 +6,6 @@ lines of a data set. No pickle and no code is. Of the ranks on a machine one dow
 the cache is locked meanwhile, and says which commit it was, so that all of them read the same.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -17,7 +16,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 from megatronish.core.errors import UserError
-from megatronish.core.foreign import read_json
+from megatronish.core.files import AtomicFile
+from megatronish.core.foreign import parse_json, read_json
+from megatronish.core.private import locked, read_own
 from megatronish.tokenizer.names import NAMES, TEMPLATES
 
 RepoType = Literal["model", "dataset"]
@@ -50,6 +51,7 @@ LAUNCHED = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 _TIMEOUT = 10.0  # seconds for an answer about a repository
 _CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _LARGEST_INDEX = 2**28  # bytes: one with experts has hundreds of thousands of names
+_LARGEST_RECORD = 2**24  # bytes
 _SHARD = re.compile(r"model[\w.-]*-\d+-of-\d+\.safetensors")
 DATA = (".jsonl", ".json")
 SPLITS = {"valid_data_path": ("valid", "dev", "eval"), "test_data_path": ("test",)}
@@ -243,7 +245,7 @@ def fetch(name: HubName, kind: RepoType, choose: Choose, *, flag: str) -> Path:
     # 2. Under the lock of the repository's record: the first rank asks and downloads, those that wait for it find the
     # answer in the record and the files in the cache.
     try:
-        with _record(hub.cache / f".megatronish-{kind}--{name.repo.replace('/', '--')}.json") as record:
+        with _record(hub.cache / f".megatronish-{kind}--{name.repo.replace('/', '--')}.{os.getuid()}.json") as record:
             commit, files = _known(record, name) or _asked(hub, record, name, kind)
             try:
                 wanted = choose(files)
@@ -315,25 +317,25 @@ def _downloaded(hub: Hub, name: HubName, kind: RepoType, commit: str, files: Ite
 
 @contextmanager
 def _record(path: Path) -> Iterator[dict[str, Any]]:
-    """What is known of a repository, {revision: commit and files}; other processes wait meanwhile."""
+    """What this user knows of a repository, {revision: commit and files}; other processes wait meanwhile.
+
+    Users may share the cache. A record of another one, or a link to anything, is none, and costs a question.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Opened without truncating, as another process may still read; the lock ends when the file is closed, after the
-    # download.
-    with path.open("a+", encoding="utf-8") as file:
-        with suppress(OSError):  # a file system without locks: the library has locks of its own
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        # A process that was killed while it wrote has left half a record: one question more, no failure.
+    # The lock is a file of its own, as the record is replaced. It ends when the file is closed, after the download. A
+    # file system without locks: the library has locks of its own.
+    with locked(path.with_suffix(".lock")):
         try:
-            record = json.loads(file.read() or "{}")
-        except ValueError:
-            record = {}
+            record = parse_json(read_own(path, largest=_LARGEST_RECORD).decode())
+        except (OSError, ValueError):
+            record = None
+        record = record if isinstance(record, dict) else {}
         before = json.dumps(record)
         yield record
         # Only reached without an error: nothing is kept of a question that failed.
         if json.dumps(record) != before:
-            file.truncate(0)
-            file.write(json.dumps(record))
+            with suppress(OSError), AtomicFile(path) as file:
+                file.file.write(json.dumps(record).encode())
 
 
 def _is_outage(error: Exception, hub: Hub) -> bool:

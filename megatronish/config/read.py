@@ -28,7 +28,7 @@ from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.model import ExpertOptions
 from megatronish.config.settings import CommandLine, asks_for_mock_data, read_command_line, read_file
 from megatronish.config.shipped import config_path, of_other_framework, shipped_configs
-from megatronish.core.errors import UserError
+from megatronish.core.errors import UserError, without_passwords
 
 PROGRAM = "pretrain_gpt.py"
 LARGEST = 2**24  # bytes of a file; ours have a few thousand
@@ -81,7 +81,7 @@ def read_config(
         filled = filled._replace(config=settle_layout(filled.config))
     if problems := _check(parsed, filled, needs_files=needs_files):
         raise ConfigError(problems)
-    return ReadConfig(filled.config, [*parsed.notes, *filled.notes])
+    return ReadConfig(filled.config, [*map(without_passwords, (*parsed.notes, *filled.notes))])
 
 
 class Parsed(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatronish.core.errors import RunError, UserError
+from megatronish.core.errors import RunError, UserError, without_passwords
 
 
 class Aside:
@@ -30,7 +30,7 @@ class Aside:
     def step(self, reason: str, *, tells: bool = True) -> None:
         """Leave it out from now on, and say so, once."""
         if tells and not self.is_off:
-            words = " ".join(reason.split())
+            words = " ".join(without_passwords(reason).split())
             tqdm.write(
                 f"{self.what} failed and is left out from here on, training continues: {words:.300}", file=sys.stderr
             )

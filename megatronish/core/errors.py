@@ -6,6 +6,7 @@ server that it is for, shows *** there: every error, every line of a rank, every
 
 import errno
 import re
+from typing import Any, TextIO
 
 STARS = "***"
 _SECRET = (
@@ -38,6 +39,21 @@ def without_passwords(text: str) -> str:
     for pattern, hidden in _ELSEWHERE:
         text = pattern.sub(hidden, text)
     return text
+
+
+class StarredStream:
+    """A text stream in every respect, that is shown no password, also in warnings and tracebacks of libraries."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text with *** for its passwords."""
+        self._stream.write(without_passwords(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 LONGEST_LINE, MOST_LINES = 2_000, 400

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, TextIO
 
 from megatronish.core.errors import RunError, UserError, is_misplaced
+from megatronish.core.private import NO_LINK, opened_lock
 
 NO_CONTENT = "lost+found"  # a folder that is in the root of an empty ext4 disk
 
@@ -28,7 +29,7 @@ def write_durably(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees the old text or the new one, whenever the machine stops."""
     aside = path.with_name(path.name + ".new")
     with naming(path), _removed_after_an_error(aside):
-        with aside.open("w") as file:
+        with _opened(aside) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -40,8 +41,16 @@ def write_quickly(path: Path, text: str) -> None:
     """Replace a file atomically, without waiting for the disk: after a power cut it may be the old one, or empty."""
     aside = path.with_suffix(".new")
     with naming(path), _removed_after_an_error(aside):
-        aside.write_text(text)
+        with _opened(aside) as file:
+            file.write(text)
         aside.replace(path)
+
+
+def _opened(aside: Path) -> TextIO:
+    """Open for writing, never through a link: whoever can write into the folder can guess the name."""
+    if aside.is_symlink():
+        aside.unlink()
+    return os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666), "w")
 
 
 @contextmanager
@@ -104,21 +113,6 @@ def refuse_unwritable_file(path: Path, *, flag: str) -> None:
             path.unlink()
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be written: {error.strerror}; choose another") from error
-
-
-def private_folder(folder: Path) -> Path:
-    """The folder, made if it is missing, into which this user alone can write; OSError if it is not this user's.
-
-    In a directory that all users share, another one may have made it before, or a link of its name.
-    """
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "another user has made it, or it is a link", str(folder))
-    if status.st_mode & 0o022:
-        folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
-    return folder
 
 
 def sync_folder(folder: Path) -> None:
@@ -213,7 +207,7 @@ def one_builder(path: Path, *, patience_seconds: float = 600.0) -> Iterator[None
     lock = path.with_name(f"{path.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("ab")
+        file = opened_lock(lock)
     except OSError:
         yield
         return

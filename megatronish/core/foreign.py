@@ -47,7 +47,7 @@ def parse_json(text: str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"its lists and objects are more than {DEEPEST} deep") from None
-    _refuse_deep(value)
+    refuse_deep(value)
     return value
 
 
@@ -132,7 +132,21 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
     return data.decode("utf-8-sig")
 
 
-def _refuse_deep(value: Any) -> None:
+def size_of(value: Any) -> int:
+    """Characters of all texts in a JSON value, keys too, and one for each value: what it costs to write it once."""
+    size, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        size += 1 + (len(each) if isinstance(each, str) else 0)
+        if isinstance(each, dict):
+            waiting += each.keys()
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+    return size
+
+
+def refuse_deep(value: Any) -> None:
     """ValueError for more than DEEPEST lists and objects inside of each other."""
     level = [value]
     for _ in range(DEEPEST + 1):

@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megatronish.core.private import cache_folder, is_own
 from megatronish.ops.build import BuildError, find_compiler, find_torch
-from megatronish.ops.native import cache_folder
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-shared", "-fPIC")
@@ -40,7 +40,7 @@ def _built(torch: Path) -> Path:
     parts = (source, " ".join(FLAGS), str(Path(compiler).resolve()), str(torch), (torch / "version.py").read_text())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     output = cache_folder() / f"fake_cuda-{key}.so"
-    if not output.exists():
+    if not is_own(output):
         with tempfile.TemporaryDirectory(dir=output.parent) as folder:
             fresh = Path(folder) / output.name
             command = [compiler, *FLAGS, "-isystem", f"{torch}/include", str(SOURCE), "-o", str(fresh)]

@@ -2,7 +2,8 @@
 
 A web page that a user of this machine has open can send requests to its servers, and read answers if the page's own
 name leads here (DNS rebinding). So the Host of a request must be a name of this server, and so must its Origin, which
-browsers add. A request that does not arrive whole in time, or is too large, ends its connection.
+browsers add. A request that does not arrive whole in time, or is too large, ends its connection; and so does a client
+that does not read its answer.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+SLOWEST = 10_000
+"""Bytes of an answer that a client must read in a second, after the seconds that it has anyway."""
 
 
 @dataclass(frozen=True)
@@ -143,15 +146,20 @@ async def _refuse(send: Send, status: int, why: str) -> None:
 
 
 def protocol(limits: Limits) -> type[H11Protocol]:
-    """Protocol of a connection whose request lines and headers must arrive in time; no more than so many at once."""
+    """Protocol of connections whose headers must arrive, and whose answers must be read, in time; no more than so many.
+
+    What a client has not read waits here once the system's buffers are full, and the connection has its place as long.
+    """
 
     class LimitedProtocol(H11Protocol):
-        """HTTP/1.1 with a clock that runs from the first wait for a request until its headers are complete."""
+        """HTTP/1.1 with two clocks: from the first wait for a request to the end of its headers, and for each write."""
 
         clock: asyncio.TimerHandle | None = None
+        write_clock: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            transport.set_write_buffer_limits(high=0)  # the clock is to see every byte that waits
             if len(self.connections) > limits.connections:
                 self._end(b"503 Service Unavailable")
             else:
@@ -165,10 +173,25 @@ def protocol(limits: Limits) -> type[H11Protocol]:
                 self.clock.cancel()
                 self.clock = None
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            seconds = limits.seconds + self.transport.get_write_buffer_size() / SLOWEST
+            self.write_clock = self.loop.call_later(seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._stop_write_clock()
+            super().resume_writing()
+
         def connection_lost(self, exc: Exception | None) -> None:
             if self.clock is not None:
                 self.clock.cancel()
+            self._stop_write_clock()
             super().connection_lost(exc)
+
+        def _stop_write_clock(self) -> None:
+            if self.write_clock is not None:
+                self.write_clock.cancel()
+                self.write_clock = None
 
         def _is_answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete

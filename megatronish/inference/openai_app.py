@@ -3,24 +3,27 @@
 A request is checked, and becomes prompts and orders for the model.
 """
 
+import asyncio
 import json
+import reprlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from megatronish.core.errors import UserError
+from megatronish.core.errors import UserError, shown, without_passwords
 from megatronish.data.chat.conversation import checked_message
 from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.generate import Sampling
+from megatronish.inference.requests import ApiError, ChatRequest, TextCompletionRequest, TextRequest
 from megatronish.inference.session import Continuation
 from megatronish.inference.text_queue import TextPiece, TextQueue, WantedText
 from megatronish.tokenizer.tokenizer import Tokenizer, encode_prompt
@@ -28,90 +31,6 @@ from megatronish.tokenizer.tokenizer import Tokenizer, encode_prompt
 BASE = "base"
 """Name of the model without an adapter."""
 LARGEST_SEED = 2**63
-HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "tools": ([],),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-}
-"""Parameters that are not supported, with the values that ask for nothing. Others that are unknown are ignored.
-
-0 is not False: `logprobs` of 0 asks for those of the chosen tokens.
-"""
-
-
-class ApiError(Exception):
-    """Error of a request: a sentence, and the fields of OpenAI's errors."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.message, self.param, self.code, self.status = message, param, code, status
-
-
-class StreamOptions(BaseModel):
-    """Options of a streamed answer: whether its last chunk has the usage."""
-
-    include_usage: bool = False
-
-
-class TextRequest(BaseModel):
-    """Fields of both kinds of requests, by OpenAI's names."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-
-    @property
-    def sampling(self) -> Sampling:
-        """How to sample: without a seed, another text each time."""
-        seed = secrets.randbelow(LARGEST_SEED) if self.seed is None else self.seed
-        temperature, top_p = (1.0 if each is None else each for each in (self.temperature, self.top_p))
-        return Sampling(temperature, 0, top_p, seed)
-
-    @property
-    def stop_strings(self) -> list[str]:
-        """Texts that end the answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    def refuse_unsupported(self) -> None:
-        """ApiError for a parameter that would change the answer and is not supported."""
-        for name, value in (self.model_extra or {}).items():
-            harmless = [
-                each for each in HARMLESS.get(name, (value,)) if isinstance(each, bool) == isinstance(value, bool)
-            ]
-            if value is not None and value not in harmless:
-                raise ApiError(f"{name}={value!r} is not supported; leave it out", param=name)
-
-
-class ChatRequest(TextRequest):
-    """Request of /v1/chat/completions, in which messages are objects with role and content."""
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-
-
-class TextCompletionRequest(TextRequest):
-    """Request of /v1/completions, whose prompt is a text or its tokens."""
-
-    prompt: str | list[int] | list[str]
 
 
 @dataclass(frozen=True)
@@ -130,46 +49,44 @@ class ServedModel:
         """Names that a request may give as its model."""
         return [BASE, *self.adapters]
 
-    def of_chat(self, request: ChatRequest) -> WantedText:
-        """The answer that a request asks for; ApiError for one that cannot be answered."""
+    def of_chat(self, request: ChatRequest) -> Continuation:
+        """The order of the answer that a request asks for; ApiError for one that cannot be answered."""
+        self._refuse(request)
         if self.prompts is None:
             raise ApiError(self.why, param="messages")
+        request.refuse_long(request.messages, seq_length=self.seq_length)
         try:
             messages = [checked_message(number, each) for number, each in enumerate(request.messages, 1)]
+            request.refuse_long(messages, seq_length=self.seq_length)  # arguments of calls may be JSON inside of JSON
             tokens = self.prompts.encoder.prompt(messages)
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
-        return self._wanted(request, tokens, stops=self.prompts.stops, derived=self.seq_length)
+        return self._order(request, tokens, stops=self.prompts.stops, derived=self.seq_length)
 
-    def of_text(self, request: TextCompletionRequest) -> WantedText:
-        """The continuation that a request asks for; ApiError for one that cannot be made."""
-        prompt = request.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            prompt = prompt[0]
+    def of_text(self, request: TextCompletionRequest) -> Continuation:
+        """The order of the continuation that a request asks for; ApiError for one that cannot be made."""
+        self._refuse(request)
+        prompt = request.one_prompt(vocab_size=self.tokenizer.vocab_size, seq_length=self.seq_length)
         if isinstance(prompt, str):
-            tokens = encode_prompt(self.tokenizer, prompt, add_special_tokens=True)
-        else:
-            tokens = [each for each in prompt if isinstance(each, int) and 0 <= each < self.tokenizer.vocab_size]
-            if len(tokens) != len(prompt) or not tokens:
-                raise ApiError(
-                    f"prompt must be one text or a list of tokens below {self.tokenizer.vocab_size}; send several "
-                    "prompts one by one",
-                    param="prompt",
-                )
-        return self._wanted(request, tokens, stops=self.stops, derived=16)
+            prompt = encode_prompt(self.tokenizer, prompt, add_special_tokens=True)
+        return self._order(request, prompt, stops=self.stops, derived=16)
 
-    def _wanted(
-        self, request: TextRequest, tokens: Sequence[int], *, stops: frozenset[int], derived: int
-    ) -> WantedText:
-        """Order of a text after these tokens, at most as long as the model sees."""
+    def _refuse(self, request: TextRequest) -> None:
+        """ApiError for what is wrong with a request, before its prompt is looked at."""
         request.refuse_unsupported()
+        request.refuse_stops()
         if request.model not in self.names:
             raise ApiError(
-                f"model {request.model!r} is not served; there are {', '.join(self.names)}",
+                f"model {reprlib.repr(request.model)} is not served; there are {', '.join(self.names)}",
                 param="model",
                 code="model_not_found",
                 status=404,
             )
+
+    def _order(
+        self, request: TextRequest, tokens: Sequence[int], *, stops: frozenset[int], derived: int
+    ) -> Continuation:
+        """Order of a text after these tokens, at most as long as the model sees."""
         room = self.seq_length - len(tokens)
         if room < 1:
             raise ApiError(
@@ -180,8 +97,14 @@ class ServedModel:
             )
         most = min(request.max_completion_tokens or request.max_tokens or derived, room)
         adapter = None if request.model == BASE else request.model
-        order = Continuation((tuple(tokens),), most, stops, request.sampling, adapter)
-        return WantedText(order, request.stop_strings)
+        return Continuation((tuple(tokens),), most, stops, _sampling(request), adapter)
+
+
+def _sampling(request: TextRequest) -> Sampling:
+    """How to sample: without a seed, another text each time."""
+    seed = secrets.randbelow(LARGEST_SEED) if request.seed is None else request.seed
+    temperature, top_p = (1.0 if each is None else each for each in (request.temperature, request.top_p))
+    return Sampling(temperature, 0, top_p, seed)
 
 
 CHAT, TEXT = "chat.completion", "text_completion"
@@ -238,7 +161,7 @@ def make_app(model: ServedModel, texts: TextQueue) -> Any:
     """The application; texts are written by the thread that works on the queue."""
     app = FastAPI(title="megatronish", openapi_url=None)
     _answer_errors(app)
-    began = int(time.time())
+    began, preparing = int(time.time()), asyncio.Lock()
 
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": began, "owned_by": "megatronish"}
@@ -250,18 +173,23 @@ def make_app(model: ServedModel, texts: TextQueue) -> Any:
     @app.get("/v1/models/{name}")
     async def one_model(name: str) -> Any:
         if name not in model.names:
-            raise ApiError(f"model {name!r} is not served", param="model", code="model_not_found", status=404)
+            told = f"model {reprlib.repr(name)} is not served"
+            raise ApiError(told, param="model", code="model_not_found", status=404)
         return described(name)
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: Request) -> Any:
-        return await respond(Answer(request, model.of_chat(request)), http)
+        return await respond(request, partial(model.of_chat, request), http)
 
     @app.post("/v1/completions")
     async def complete(request: TextCompletionRequest, http: Request) -> Any:
-        return await respond(Answer(request, model.of_text(request)), http)
+        return await respond(request, partial(model.of_text, request), http)
 
-    async def respond(answer: Answer, http: Request) -> Any:
+    async def respond(request: TextRequest, order: Callable[[], Continuation], http: Request) -> Any:
+        # A long prompt takes a while to be tokenized: one at a time, and other requests are heard meanwhile.
+        async with preparing:
+            wanted = WantedText(await asyncio.to_thread(order), request.stop_strings)
+        answer = Answer(request, wanted)
         if not texts.add(answer.wanted):
             raise ApiError("as many requests wait as may (--max-queue); ask again later", status=429)
         pieces = answer.wanted.pieces(http.is_disconnected)
@@ -278,7 +206,7 @@ def _answer_errors(app: Any) -> None:
 
     def response(message: str, *, status: int, param: str | None = None, code: str | None = None) -> Any:
         kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"message": message, "type": kind, "param": param, "code": code}
+        error = {"message": shown(without_passwords(message)), "type": kind, "param": param, "code": code}
         return JSONResponse({"error": error}, status_code=status)
 
     @app.exception_handler(ApiError)

@@ -47,7 +47,7 @@ def remove_leftovers(temporary: Path) -> None:
     with suppress(OSError):
         for folder in temporary.glob("megatronish-*"):
             with suppress(OSError):
-                if folder.stat().st_uid == os.getuid() and _is_left(folder):
+                if folder.lstat().st_uid == os.getuid() and _is_left(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 

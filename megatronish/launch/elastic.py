@@ -10,12 +10,15 @@ import os
 import time
 from pathlib import Path
 
+from megatronish.core.errors import without_passwords
+
 
 def report_to_torchrun(message: str) -> None:
     """Write the message into the file that torchrun reads; nothing where torchrun did not start this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    message = without_passwords(message)
     # The keys are those of torch's own error handler; "py_callstack" is what is printed.
     extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):  # the message is printed anyway

@@ -10,7 +10,7 @@ import resource
 from pathlib import Path
 from typing import Final
 
-from megatronish.core.errors import UserError
+from megatronish.core.errors import UserError, without_passwords
 from megatronish.core.files import remedy_of_writing
 
 FEWEST_FILES = 128
@@ -75,7 +75,7 @@ def mishap(error: BaseException) -> str | None:
     # The numbers of a refused path without a path are those of a connection: EPERM is TLS's, too.
     has_remedy = isinstance(error, OSError) and (error.filename is not None or error.errno not in OF_USER)
     if isinstance(error, OSError) and has_remedy and (error.errno in REMEDIES or error.errno in OF_WRITING):
-        name = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
+        name = f"{without_passwords(str(error.filename))[:200]}: " if error.filename is not None else ""
         if error.errno in OF_WRITING:
             place = Path(os.fsdecode(error.filename)).parent if isinstance(error.filename, str | bytes) else None
             remedy = f"{remedy_of_writing(error, place)}, and start again; training resumes from its newest checkpoint"

@@ -126,7 +126,7 @@ def _wait_to_speak(place: Place) -> None:
 def _leave(terminal: int, report: str, is_reporter: bool) -> None:
     """End this rank with a report about the run, whatever its main thread does."""
     if is_reporter:
-        within(1.0, lambda: os.write(terminal, f"{report}\n".encode()), otherwise=0)
+        within(1.0, lambda: os.write(terminal, f"{without_passwords(report)}\n".encode()), otherwise=0)
     within(1.0, lambda: report_to_torchrun(report), otherwise=None)
     os._exit(1)
 
@@ -166,7 +166,7 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return error.code or 0, f"sys.exit({error.code}) was called" if error.code else None
-        return 1, str(error.code)
+        return 1, without_passwords(str(error.code))
     told = mishap(error) or "".join(traceback.format_exception(error)).rstrip()
     return status_of(error), without_passwords(told)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, TextIO, cast
 
+from megatronish.core.errors import without_passwords
 from megatronish.launch.patience import within
 
 MOST_BYTES = 2**20  # kept for a reader that has stopped
@@ -143,7 +144,8 @@ def patient(*streams: TextIO) -> Iterator[list[TextIO]]:
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, for a launcher that ends soon: there may be no reader."""
+    """Print a line on stderr, without passwords, for a launcher that ends soon: there may be no reader."""
+    line = without_passwords(line)
     try:
         descriptor = sys.stderr.fileno()
     except (OSError, ValueError, AttributeError):

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
 
-from megatronish.core.files import private_folder
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm
 from megatronish.layers.product import DENSE
@@ -27,13 +26,12 @@ from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.gpt import TransformerBlock
+from megatronish.ops.compiled import compile_function
 from megatronish.ops.library import accumulation_dtype
 
 MAX_GRAPHS = 64
 """Graphs of one function: kinds of layers, each with and without gradients and the first or a later one of its kind."""
 
-
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
 PROBE = '#include <Python.h>\n#include <vector>\nextern "C" int probe() { return std::vector<int>{1}[0]; }\n'
 MOST_SECONDS_OF_PROBE = 60.0
 
@@ -91,26 +89,12 @@ def _failure(compiler: str) -> str | None:
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """From now on these layers run compiled, each at its first forward; blocks of plug-ins stay as they are."""
-    _keep_graphs_private()
-    compiled = torch.compile(_forward)  # which imports the compiler: a run without --compile does not wait for that
-    settings = torch._dynamo.config  # of the process: not every version of torch takes this limit with the function
-    settings.recompile_limit = max(settings.recompile_limit, MAX_GRAPHS)
+    compiled = compile_function(_forward, most_graphs=MAX_GRAPHS)
     for layer in layers:
         if isinstance(layer, TransformerBlock):
             for module in layer.modules():
                 _keep_out(module)
             layer.forward = partial(_run, compiled, layer)  # type: ignore[method-assign]
-
-
-def _keep_graphs_private() -> None:
-    """Let no other user have made the folder in the temporary directory whose libraries torch's compiler loads."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    if CACHE not in os.environ:
-        try:
-            private_folder(Path(default_cache_dir()))
-        except OSError:
-            os.environ[CACHE] = mkdtemp(prefix="torchinductor_")
 
 
 def _forward(layer: TransformerBlock, x: Tensor, context: Context) -> Tensor:

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from megatronish.core.files import private_folder
+from megatronish.core.private import private_folder
 
 # Machine code of compiled kernels: how many bytes their loads and stores of global memory move, by kernel.
 #

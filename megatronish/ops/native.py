@@ -7,20 +7,17 @@ torch, which draw the same masks; that is no error, and the first lines of a run
 """
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatronish.core.files import private_folder
+from megatronish.core.private import cache_folder, is_own, locked
 from megatronish.ops.build import BuildError, find_compiler
 
 SOURCE = Path(__file__).with_name("dropout.cpp")
@@ -54,20 +51,6 @@ def native() -> Native:
         return Native(None, str(error).splitlines()[0])
 
 
-def cache_folder() -> Path:
-    """Folder of the library: megatronish in the user's cache folder, else one in the temporary directory.
-
-    What is loaded from it is executed, so it is this user's alone. OSError where neither can be written.
-    """
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(home) / "megatronish"
-    with suppress(OSError):
-        private_folder(folder)
-        with tempfile.TemporaryFile(dir=folder):  # not os.access: some disks refuse what its modes allow
-            return folder
-    return private_folder(Path(tempfile.gettempdir()) / f"megatronish-cache-{os.getuid()}")
-
-
 def _built() -> Path:
     """Path of the library for this CPU, compiled where it is not there yet."""
     compiler, source = find_compiler(), SOURCE.read_text(encoding="utf-8")
@@ -75,19 +58,11 @@ def _built() -> Path:
     parts = (source, repr((FLAGS, WISHES)), f"{real} {real.stat().st_size} {real.stat().st_mtime_ns}", _cpu())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     output = cache_folder() / f"dropout-{key}.so"
-    if not _is_own(output):
-        with _lock(output.with_suffix(".lock")):
-            if not _is_own(output):  # built by another process, while this one waited
+    if not is_own(output):
+        with locked(output.with_suffix(".lock")):
+            if not is_own(output):  # built by another process, while this one waited
                 _compile(compiler, output)
     return output
-
-
-def _is_own(library: Path) -> bool:
-    """Whether a library is there, and this user has built it."""
-    try:
-        return library.lstat().st_uid == os.getuid()
-    except FileNotFoundError:
-        return False
 
 
 def _compile(compiler: str, output: Path) -> None:
@@ -101,15 +76,6 @@ def _compile(compiler: str, output: Path) -> None:
                 fresh.replace(output)
                 return
     raise BuildError(f"{compiler} does not compile {SOURCE.name}: {done.stderr.strip() or done.returncode}")
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; where the file system has no locks, by all: then several build the same file."""
-    with path.open("a") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _cpu() -> str:

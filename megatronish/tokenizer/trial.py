@@ -8,7 +8,6 @@ cache folder, so only the first start that meets it takes the time, on one proce
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 from megatronish.core.contained import ChildBounds, Contained, ContainedError, PanicError
 from megatronish.core.errors import UserError
 from megatronish.core.files import one_builder, ordinary
+from megatronish.core.private import cache_folder, is_own, private_folder
 
 FORMAT = "megatronish tokenizer trial 1"
 LARGEST_FILE = 1 << 30
@@ -70,19 +70,18 @@ def try_once(kind: str, data: Any, files: Sequence[Path]) -> None:
     settings = (data.tiktoken_pattern, data.tiktoken_special_tokens, data.tiktoken_num_special_tokens, data.vocab_size)
     versions = [importlib.metadata.version(name) for name in ("tokenizers", "sentencepiece")]
     key = hashlib.sha256(repr((FORMAT, kind, digests, settings if kind == "tiktoken" else (), versions)).encode())
-    passed = _folder() / key.hexdigest()[:32]
-    if passed.exists():
+    try:
+        passed = private_folder(cache_folder() / "tokenizers") / key.hexdigest()[:32]
+    except OSError:  # no folder can be written: it is tried by each process of each start
+        _try(kind, data, files, size)
+        return
+    if is_own(passed):
         return
     with one_builder(passed, patience_seconds=60):
-        if not passed.exists():
+        if not is_own(passed):
             _try(kind, data, files, size)
             with suppress(OSError):
                 passed.touch()
-
-
-def _folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "megatronish" / "tokenizers"
 
 
 def _digest(path: Path) -> str:

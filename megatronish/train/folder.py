@@ -33,6 +33,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.core.files import naming
 from megatronish.core.foreign import shown
+from megatronish.core.private import NO_LINK
 
 # Fields outside [model] that a run and its continuation must share. All other fields may differ.
 FIXED = (
@@ -54,8 +55,9 @@ NAMES_OF_DATA = (
     *("data.data_path", "data.train_data_path", "data.split", "data.mock_data", "data.dataset_type"),
     *("chat.chat_format", "chat.chat_template", "chat.chat_date", "chat.train_on", "chat.pack_samples"),
 )
+LOCK = ".lock"
 FILES = (
-    ".lock",
+    LOCK,
     *("config.toml", "config.new"),
     "metrics.jsonl",
     "evaluations.jsonl",
@@ -85,9 +87,11 @@ def refuse_odd_files(folder: Path) -> None:
     """UserError if something other than a file that can be written has the name of a file of the run."""
     for name in FILES:
         path = folder / name
-        if not os.path.lexists(path) or (path.is_file() and os.access(path, os.W_OK)):
+        is_emptied_link = name == LOCK and path.is_symlink()  # it would empty a file elsewhere
+        if not os.path.lexists(path) or (path.is_file() and os.access(path, os.W_OK) and not is_emptied_link):
             continue
         what = "cannot be written" if path.is_file() else "is a folder" if path.is_dir() else "is no ordinary file"
+        what = "is a link" if is_emptied_link else what
         raise UserError(f"{path} {what}, and the run writes its {name} there; move it away, or choose another folder")
 
 
@@ -99,14 +103,14 @@ def locked(folder: Path, *, flag: str) -> Iterator[None]:
     """
     make_writable(folder, flag=flag)
     refuse_odd_files(folder)
-    with (folder / ".lock").open("a+") as file:
+    with os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666), "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"{flag} {folder} is in use by {_holder(file)}; wait for that run or end it, or choose another {flag}"
             ) from None
-        with naming(folder / ".lock"):
+        with naming(folder / LOCK):
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {os.uname().nodename}".encode())
         yield

@@ -11,7 +11,7 @@ from megatronish.checkpoint.remote import is_url, location
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
 from megatronish.config.plugins import import_plugins
-from megatronish.core.errors import UserError
+from megatronish.core.errors import UserError, without_passwords
 from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.core.names import OPTIMIZER_NAMES
 from megatronish.estimate.costs.memory import expected_memory
@@ -68,7 +68,7 @@ def _opened(config: Config, mesh: Mesh) -> tuple[Facts, Needs]:
         found["data newest checkpoint"] = newest.name if newest else "none"
         job = TrainingJob.open(config, mesh)
     except (UserError, OSError) as error:
-        return found | {"data train": f"unreadable ({error})"}, Needs()
+        return found | {"data train": f"unreadable ({without_passwords(str(error))})"}, Needs()
     splits = job.datasets
     sets = {"train": splits.train, **splits.valid, **({} if splits.test is None else {"test": splits.test})}
     # An identity is a checksum of lengths, contents and order.

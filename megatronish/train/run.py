@@ -17,7 +17,7 @@ from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.dump import resolved, write_toml
 from megatronish.config.plugins import import_plugins
 from megatronish.core.aside import Aside
-from megatronish.core.errors import RunError, UserError
+from megatronish.core.errors import RunError, UserError, without_passwords
 from megatronish.core.figures import no_matplotlib
 from megatronish.estimate.room import refuse_without_room
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
@@ -349,7 +349,7 @@ def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> T
             first_step=first_step,
             config=settings,
             config_text=write_toml(settings),
-            first_lines=opening,
+            first_lines=without_passwords(opening),
         ),
     )
 

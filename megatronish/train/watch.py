@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatronish.config.config import Config
+from megatronish.core.errors import without_passwords
 from megatronish.launch.cleanup import RINGS
 from megatronish.launch.libraries import dump_flight_record
 from megatronish.launch.place import Place
@@ -38,6 +39,7 @@ def watchdog_of(config: Config, place: Place, record: RankRecord, pulses: Pulses
     )
 
     def keep(report: str, beats: Mapping[int, Beat]) -> None:
+        report = without_passwords(report)
         if beats:
             state = {"report": report, "ranks": {rank: asdict(beats[rank]) for rank in sorted(beats)}}
             (logs / HANG).write_text(json.dumps(state, indent=1), encoding="utf-8")
@@ -60,7 +62,7 @@ def lost_rank(record: RankRecord, error: BaseException) -> str:
     elif entry is not None:
         ranks = ", ".join(map(str, entry.line.ranks[:16])) + (", ..." if len(entry.line.ranks) > 16 else "")
         where = f"{entry.operation} {entry.number:,} of {entry.line.name} (ranks {ranks})"
-    reason = re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0])[:200]
+    reason = re.sub(r"^\[[^\]]*\] ", "", without_passwords(str(error)).partition("\n")[0])[:200]
     failed = f"{where} failed in step {record.step} ({reason})" if record.step else f"{where} failed ({reason})"
     return (
         f"a rank that this one communicates with has ended, or its machine is cut off: {failed}. "

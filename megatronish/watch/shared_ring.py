@@ -13,7 +13,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
-from megatronish.core.files import private_folder
+from megatronish.core.private import private_folder
 from megatronish.watch.heartbeat import Collective
 
 RING = 256

@@ -255,6 +255,44 @@ def test_ranks_of_one_machine_ask_once(hub: Hub, tmp_path: Path) -> None:
     assert len([path for path in asked if path.startswith("GET") and path.endswith("model.safetensors")]) == 1
 
 
+@pytest.mark.parametrize("target", ["precious", "missing"])
+def test_a_link_of_another_user_in_a_cache_of_both_costs_no_file(hub: Hub, tmp_path: Path, target: str) -> None:
+    cache, home = tmp_path / "hf" / "hub", tmp_path / "home"
+    for folder in (cache, home):
+        folder.mkdir(parents=True)
+    (home / "precious").write_text('{"": "precious"}')
+    for ending in ("json", f"{os.getuid()}.json", f"{os.getuid()}.lock", f"{os.getuid()}.new"):
+        (cache / f".megatronish-model--org--tiny.{ending}").symlink_to(home / target)
+    number = len(hub.asked)
+    found = called(hub.url, tmp_path, "generate", "--load", "org/tiny", "--prompt", "a", "--num-tokens", "1")
+    assert found.status == 0 and len(hub.asked) > number, found
+    assert (home / "precious").read_text() == '{"": "precious"}' and [*home.iterdir()] == [home / "precious"]
+    record = cache / f".megatronish-model--org--tiny.{os.getuid()}.json"
+    assert not record.is_symlink() and json.loads(record.read_text())[""]["commit"] == COMMIT
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]", b"null", b"\xff", b"[" * 100_000, b"{"], ids=["a list", "nothing", "no text", "deep", "half"]
+)
+def test_a_record_that_is_none_costs_one_question(hub: Hub, tmp_path: Path, content: bytes) -> None:
+    record = tmp_path / "hf" / "hub" / f".megatronish-model--org--tiny.{os.getuid()}.json"
+    record.parent.mkdir(parents=True)
+    record.write_bytes(content)
+    found = called(hub.url, tmp_path, "generate", "--load", "org/tiny", "--prompt", "a", "--num-tokens", "1")
+    assert found.status == 0, found
+    assert json.loads(record.read_text())[""]["commit"] == COMMIT
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a file of another user needs root to be made")
+def test_a_record_of_another_user_decides_nothing(hub: Hub, tmp_path: Path) -> None:
+    record = tmp_path / "hf" / "hub" / f".megatronish-model--org--tiny.{os.getuid()}.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({COMMIT: {"commit": "f" * 40, "files": ["config.json"], "start": []}}))
+    os.chown(record, 12345, 12345)
+    found = called(hub.url, tmp_path, "generate", "--load", f"org/tiny@{COMMIT}", "--prompt", "a", "--num-tokens", "1")
+    assert found.status == 0 and record.stat().st_uid == 0, found
+
+
 def test_a_path_is_no_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()

@@ -6,20 +6,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from chat_formats import chatml
-from chat_tokenizers import encode, encoder, said, trained_text, with_controls
+from chat_formats import QWEN_25, VERIFIED, ChatForm, chatml
+from chat_tokenizers import DATE, encode, encoder, said, trained_text, with_controls
 from template_bombs import DEEP, ENDLESS, FILLING
 
 from megatronish.core.contained import ChildBounds, Contained, ContainedError
 from megatronish.core.errors import UserError
 from megatronish.data.chat import answers, template
+from megatronish.data.chat.encoder import ChatEncoder
 from megatronish.data.chat.template import BUILT_IN, ChatTemplate, Rendering, built_in_template
 
 SMALL = ChildBounds(memory=200 << 20, seconds=0.3)
 IM = ("<|im_start|>", "<|im_end|>")
+SYSTEM = {"role": "system", "content": "Answer in one sentence, and never with a list. " * 2200}
 BOMBS = {**FILLING, **ENDLESS, **DEEP}
 NAMED = (
     *("tilde", "plus", "lists", "replace", "percent width", "format", "center", "ljust", "zfill", "indent", "tojson"),
@@ -62,11 +66,72 @@ def test_what_exceeds_its_bounds_ends_the_command_and_not_a_line(monkeypatch: py
         written("{% for i in range(50) %}{{ 'a' * 100000 }}{% endfor %}")
 
 
+SAID = said("a", "b", "c", "d")
+LONG, VARIABLES = SYSTEM["content"], {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{{{{ 'a' * 400000 }}}}{chatml()}",
+        chatml().replace("{{ '<|im_start|>user", "{{ 'a ' * 20000 ~ '<|im_start|>user"),
+        chatml().replace("m['content']", "(m['content'] * 40000)"),
+        f"{{% for i in range(99999) %}}{{{{ bos_token }}}}{{% endfor %}}{chatml()}",
+    ],
+    ids=["before", "in each message", "of the content", "of a variable"],
+)
+def test_a_text_out_of_proportion_to_its_messages_is_refused_before_it_is_tokenized(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child writes it in a thousandth of a second; its tokens would take this process a second for each chat."""
+    strange = encoder(with_controls(IM), source, name="mine")
+    monkeypatch.setattr(ChatEncoder, "_placed", None)
+    before = time.process_time()
+    told = r"mine writes [\d,]+ characters for messages and tools of \d\d; correct it, or name another with"
+    with pytest.raises(UserError, match=told):
+        encode(strange, SAID)
+    with pytest.raises(UserError, match=told):
+        strange.prompt(SAID["messages"])
+    assert time.process_time() - before < 0.5
+
+
+def text_of(source: str, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
+    return ChatTemplate(source, name="mine", controls=[], variables=VARIABLES, date=DATE).render(messages, tools)
+
+
+@pytest.mark.parametrize("form", VERIFIED, ids=lambda form: form.models)
+def test_a_long_system_prompt_fits_into_every_real_template(form: ChatForm) -> None:
+    """In the messages, and in the template itself, which then writes it before every chat."""
+    assert len(LONG) > 100_000
+    assert len(text_of(LONG + form.template, SAID["messages"])) > 100_000
+    with suppress(ValueError):  # a format may have no place for it
+        text_of(form.template, [SYSTEM, *SAID["messages"]])
+
+
+def test_tools_with_long_descriptions_fit_however_they_are_written() -> None:
+    parameters = {"type": "object", "properties": {f"p{number}": {"enum": [*range(20)]} for number in range(30)}}
+    function = {"name": "f", "description": LONG, "parameters": parameters}
+    tools = [{"type": "function", "function": function}] * 3
+    for source in (QWEN_25, QWEN_25.replace("| tojson", "| tojson(indent=8)")):
+        assert len(text_of(source, SAID["messages"], tools)) > 300_000
+    small = [{"type": "function", "function": {**function, "description": ""}}]
+    assert len(text_of(QWEN_25.replace("| tojson", "| tojson(indent=8)"), SAID["messages"], small)) > 30_000
+
+
+def test_a_variable_of_the_tokenizers_files_may_be_long() -> None:
+    source = "{{ default_system }}{{ messages[0].content }}"
+    found = ChatTemplate(source, name="mine", controls=[], variables={"default_system": LONG}, date=DATE)
+    assert found.render([{"role": "user", "content": "a"}]) == f"{LONG}a"
+
+
 def test_many_slow_texts_exceed_the_bounds_together_and_many_quick_ones_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(template, "BOUNDS", ChildBounds(seconds=0.2, seconds_each=0.005))
-    quick, slow = made("{{ messages[0].content }}"), made("{% for i in range(99999) %}{{ i + i }}{% endfor %}")
+    quick, slow = (
+        made("{{ messages[0].content }}"),
+        made("{% for i in range(99999) %}{{ '' if i + i else 1 }}{% endfor %}"),
+    )
     for _ in range(300):
         quick.render([{"role": "user", "content": "a"}])
 

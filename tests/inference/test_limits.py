@@ -11,15 +11,28 @@ from typing import Any
 import pytest
 import uvicorn
 
+from megatronish.inference import limits as limits_module
 from megatronish.inference.limits import Limits, limited, protocol
 
 QUICK = Limits(request_bytes=1000, seconds=0.4, connections=5)
+PIECE, PIECES = b"x" * 4096, 4096
+"""More than all buffers of the system between two sockets."""
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] != "http":
         return
     body = (await receive())["body"]
+    if scope["path"] == "/endless":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(PIECES):
+            await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        return
+    if scope["path"] == "/large":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": PIECE * PIECES})
+        return
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
     await send({"type": "http.response.body", "body": f"{len(body):4}".encode()})
 
@@ -136,3 +149,35 @@ def test_a_connection_too_many_is_closed_and_its_place_is_free_again(port: int) 
     deadline = time.monotonic() + 15
     while status(answer(port, request())) != 200:
         assert time.monotonic() < deadline
+
+
+def unread(port: int, path: str, stack: contextlib.ExitStack) -> socket.socket:
+    """A connection that has asked for a long answer."""
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+    connection.sendall(request().replace(b"/v1/completions", path.encode()))
+    return connection
+
+
+@pytest.mark.parametrize("path", ["/endless", "/large"], ids=["a stream", "a whole answer"])
+def test_a_client_that_does_not_read_its_answer_loses_its_place(
+    port: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits_module, "SLOWEST", 2**24)
+    with contextlib.ExitStack() as stack:
+        for _ in range(QUICK.connections):
+            unread(port, path, stack)
+        assert status(answer(port, b"")) == 503
+        deadline = time.monotonic() + 15
+        while status(answer(port, request())) != 200:
+            assert time.monotonic() < deadline, "they keep their places"
+
+
+def test_a_client_that_reads_slowly_gets_all_of_its_answer(port: int) -> None:
+    with contextlib.ExitStack() as stack:
+        connection, size = unread(port, "/endless", stack), 0
+        begin = time.monotonic()
+        while part := connection.recv(2**18):
+            size += len(part)
+            time.sleep(0.02)
+        assert time.monotonic() - begin > QUICK.seconds
+    assert size > len(PIECE) * PIECES

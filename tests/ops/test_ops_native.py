@@ -1,5 +1,6 @@
 """Tests of the C++ library's build: once for all processes, without a compiler, and where nothing can be written."""
 
+import os
 import stat
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 from kernel_runs import needs_compiler
 
+from megatronish.core.private import cache_folder
 from megatronish.ops import native as module
 from megatronish.ops.native import native
 
@@ -135,7 +137,17 @@ def test_without_a_writable_cache_folder_a_start_builds_once_and_leaves_one_fold
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and len(list(folder.glob("*.so"))) == 1
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="a file of another user needs root to be made")
+@needs_compiler
+def test_a_library_of_another_user_is_not_loaded(empty_cache: Path) -> None:
+    assert native().reason is None
+    (library,) = empty_cache.glob("*.so")
+    os.chown(library, 12345, 12345)
+    native.cache_clear()
+    assert native().reason is None and library.stat().st_uid == 0
+
+
 def test_a_library_in_a_folder_of_another_user_is_not_loaded(empty_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     empty_cache.symlink_to(tmp_path / "elsewhere")
-    assert module.cache_folder() != empty_cache
+    assert cache_folder() != empty_cache

@@ -8,11 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_formats import chatml
 from chat_models import write_adapter, write_chat_model
 from paths import ROOT
 
@@ -136,14 +139,100 @@ def test_a_reader_that_leaves_ends_its_text(client: Any) -> None:
         ({"n": 2}, openai.BadRequestError, "n=2 is not supported; leave it out"),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs=2 is not supported; leave it out"),
         ({"extra_body": {"top_k": 5}}, openai.BadRequestError, "top_k=5 is not supported; leave it out"),
+        ({"stop": ["x"] * 17}, openai.BadRequestError, "stop has 17 strings, and 16 is the limit; leave some out"),
+        (
+            {"stop": ["x", "x" * 501]},
+            openai.BadRequestError,
+            "stop.1 has 501 characters, and 500 is the limit",
+        ),
+        ({"stop": ["x", 1]}, openai.BadRequestError, "stop.1 is int and no string"),
+        ({"messages": ["hello"]}, openai.BadRequestError, "message 1 must be an object, not str"),
+        (
+            {"messages": [{**SAID[1], "x": json.loads("[" * 60 + "]" * 60)}]},
+            openai.BadRequestError,
+            "messages cannot be read: its lists and objects are more than 50 deep",
+        ),
     ],
-    ids=["model", "no messages", "null", "role", "long", "temperature", "max_tokens", "n", "top_logprobs", "top_k"],
+    ids=[
+        *("model", "no messages", "null", "role", "long", "temperature", "max_tokens", "n", "top_logprobs", "top_k"),
+        *("many stops", "long stop", "no stop", "no message", "deep"),
+    ],
 )
 def test_a_bad_request_is_an_error_in_a_sentence(client: Any, options: dict[str, Any], kind: Any, words: str) -> None:
     with pytest.raises(kind) as error:
         asked(client, **{"model": "base", **options})
     assert words in error.value.body["message"] and error.value.body["type"] == "invalid_request_error"
     assert asked(client).usage.completion_tokens == 20
+
+
+def sent(client: Any, path: str, body: str) -> tuple[int, bytes, float]:
+    """Status and answer to a request that the client library would not make, and the seconds until it came."""
+    begin = time.monotonic()
+    connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=60)
+    connection.request("POST", f"/v1/{path}", body=body, headers={"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, answer.read(), time.monotonic() - begin
+
+
+MOST = 2**21 - 1000
+USER = {"role": "user", "content": "a"}
+COSTLY: dict[str, tuple[str, dict[str, Any], str]] = {
+    "lists of wrong messages": ("chat/completions", {"messages": [1] * (MOST // 3)}, "messages, more than fit into"),
+    "many messages": ("chat/completions", {"messages": [USER] * (MOST // 36)}, "messages, more than fit into"),
+    "a long message": ("chat/completions", {"messages": [{**USER, "content": "a" * MOST}]}, "more than fit into"),
+    "a message of parts": ("chat/completions", {"messages": [{**USER, "content": ["a"] * (MOST // 5)}]}, "more than"),
+    "a long role": ("chat/completions", {"messages": [{"role": "a" * MOST, "content": "a"}]}, "more than fit into"),
+    "a role in an error": ("chat/completions", {"messages": [{**USER, "role": "a" * 20_000}]}, "has the role 'aaaa"),
+    "stops of wrong types": ("chat/completions", {"messages": [USER], "stop": [1] * (MOST // 3)}, "16 is the limit"),
+    "long stops": ("chat/completions", {"messages": [USER], "stop": ["a" * 8000] * 250}, "16 is the limit"),
+    "biases": (
+        "chat/completions",
+        {"messages": [USER], "logit_bias": {str(number): 1 for number in range(150_000)}},
+        "is not supported",
+    ),
+    "deep tools": ("chat/completions", {"messages": [USER], "tools": "DEEP"}, "is not supported"),
+    "a long name": ("chat/completions", {"messages": [USER], "model": "a" * MOST}, "is not served"),
+    "lists of wrong prompts": ("completions", {"prompt": [{}] * (MOST // 4)}, "must be one text or a list of tokens"),
+    "many prompts": ("completions", {"prompt": [""] * (MOST // 4)}, "send several prompts one by one"),
+    "many tokens": ("completions", {"prompt": [1] * (MOST // 3)}, "tokens, more than fit into"),
+    "a long prompt": ("completions", {"prompt": "a" * MOST}, "characters, more than fit into"),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_request_that_would_cost_much_is_refused_at_first_sight_and_in_few_words(client: Any, name: str) -> None:
+    path, asked_for, words = COSTLY[name]
+    body = json.dumps({"model": "base", **asked_for}, separators=(",", ":"))
+    status, answer, _ = sent(client, path, body.replace('"DEEP"', "[" * 900 + "]" * 900))
+    assert status in (400, 404) and words in json.loads(answer)["error"]["message"]
+    assert len(answer) < 4000
+
+
+def test_a_prompt_that_takes_a_template_long_keeps_nobody_waiting(tmp_path: Path, folder: Path) -> None:
+    slow = "{% for i in range(99999) %}{{ '' if i + i else '' }}{% endfor %}" * 20
+    write_chat_model(tmp_path / "base", template=f"{{% if messages | length > 2 %}}{slow}{{% endif %}}{chatml()}")
+    for name in "ab":
+        (tmp_path / name).symlink_to(folder / name)
+    with served(tmp_path) as other, ThreadPoolExecutor(1) as thread:
+        body = json.dumps({"model": "base", "messages": SAID * 3, "max_tokens": 2})
+        start, others = time.monotonic(), list[tuple[float, float]]()
+        long = thread.submit(sent, other, "chat/completions", body)
+        while not long.done():
+            begin = time.monotonic()
+            other.models.list()
+            others.append((begin - start, time.monotonic() - start))
+        status, _, seconds = long.result()
+    assert status == 200
+    assert [each for each in others if seconds / 4 < each[0] and each[1] < 3 * seconds / 4], "all others had to wait"
+
+
+def test_an_error_that_a_client_is_sent_has_no_password(tmp_path: Path, folder: Path) -> None:
+    write_chat_model(tmp_path / "base", template="{{ raise_exception('not at ftp://user:PeW0rd@host/x') }}")
+    for name in "ab":
+        (tmp_path / name).symlink_to(folder / name)
+    with served(tmp_path) as other, pytest.raises(openai.BadRequestError) as error:
+        asked(other)
+    assert "not at ftp://user:***@host/x" in error.value.body["message"]
 
 
 def test_an_unknown_address_is_an_error_in_the_same_form(client: Any) -> None:

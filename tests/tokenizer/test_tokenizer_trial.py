@@ -1,12 +1,17 @@
 """Tests of the trial of foreign tokenizers: a file that ends, fills or stops a process is one sentence."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 from chat_tokenizers import byte_level
+from paths import ROOT
 
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.contained import ChildBounds
@@ -110,10 +115,61 @@ def test_a_tokenizer_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert tried == ["huggingface"]
     built(tmp_path, json.dumps(GOOD, indent=1))
     assert len(tried) == 2
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # without a cache it is tried at each start
+
+
+@pytest.mark.processes
+def test_without_a_cache_folder_it_is_tried_once_and_without_any_folder_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(trial, "_try", lambda kind, *_: tried.append(kind))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    for _ in range(3):
+        built(tmp_path, json.dumps(GOOD))
+    assert tried == ["huggingface"]
+    (folder,) = (tmp_path / "tmp").iterdir()
+    shutil.rmtree(folder)
+    folder.symlink_to(tmp_path)  # another user's: what was tried there was not tried
     for _ in range(2):
         built(tmp_path, json.dumps(GOOD))
-    assert len(tried) == 4
+    assert len(tried) == 3
+
+
+@pytest.mark.processes
+def test_of_processes_that_start_together_without_a_cache_folder_one_tries(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(GOOD))
+    program = f"""
+import time
+from pathlib import Path
+from megatronish.tokenizer import trial
+from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.config.sections.data import DataConfig
+def tried(*_):
+    with open({str(tmp_path / "tried")!r}, "a") as file:
+        file.write("once\\n")
+    time.sleep(1)
+trial._try = tried
+build_tokenizer(DataConfig(tokenizer_type="huggingface", tokenizer_model={str(tmp_path / "tokenizer.json")!r}))
+"""
+    environ = os.environ | {"XDG_CACHE_HOME": "/proc/none", "TMPDIR": str(tmp_path / "tmp")}
+    running = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environ) for _ in range(3)]
+    assert [each.wait(120) for each in running] == [0, 0, 0]
+    assert (tmp_path / "tried").read_text() == "once\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a file of another user needs root to be made")
+@pytest.mark.processes
+def test_what_another_user_says_was_tried_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(trial, "_try", lambda kind, *_: tried.append(kind))
+    built(tmp_path, json.dumps(GOOD))
+    (passed,) = (tmp_path / "cache" / "megatronish" / "tokenizers").iterdir()
+    os.chown(passed, 12345, 12345)
+    built(tmp_path, json.dumps(GOOD))
+    assert len(tried) == 2
 
 
 def test_ids_beyond_a_vocabulary_are_refused() -> None:

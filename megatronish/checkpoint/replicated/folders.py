@@ -9,6 +9,7 @@ What is written to /dev/shm counts towards the limit of the container that write
 below the size of its /dev/shm, and beyond it the system ends a process instead of refusing a write.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatronish.checkpoint.remote import Location, RemotePath
-from megatronish.core.files import private_folder, write_durably
+from megatronish.core.files import write_durably
+from megatronish.core.private import private_folder
 
 # Identity of a run's copies: 32 hexadecimal digits in a file among its checkpoints, and the place of that file.
 #
@@ -81,13 +83,15 @@ def folder_of_user() -> str:
 
 
 def make_folder(folder: Path) -> Path:
-    """The folder, made if it is missing; OSError if it cannot be, or if another user has made what lies around it."""
+    """The folder, made if it is missing; OSError if it cannot be, is a link, or lies in a folder of another user."""
     parent = folder.parent
     if parent.name == folder_of_user():
         private_folder(parent)
     else:
         parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     folder.mkdir(mode=PRIVATE, exist_ok=True)
+    if folder.is_symlink():
+        raise PermissionError(errno.EPERM, "it is a link", str(folder))
     return folder
 
 

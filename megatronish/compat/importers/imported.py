@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatronish.config.dump import write_toml
 from megatronish.config.fields import FIELDS, SECTIONS
-from megatronish.core.errors import UserError
+from megatronish.core.errors import UserError, without_passwords
 from megatronish.core.foreign import is_finite, read_json, read_yaml, shown
 
 NEVER = "plugins"
@@ -76,7 +76,7 @@ class Imported:
 
 
 def _line(key: str, reason: str) -> str:
-    return f"{shown(key, most=100)}: {shown(reason, most=250)}"
+    return f"{shown(key, most=100)}: {shown(without_passwords(reason), most=250)}"
 
 
 class Rule(NamedTuple):

@@ -7,8 +7,9 @@ template's own. Rendered texts stay shielded until they are tokenized; replacing
 Jinja runs in a sandbox, as model authors expect it, which can neither read nor change anything else. A template comes
 with a model and is code of strangers. It sees the messages and nothing else, and cannot change them. What it can do is
 fill the memory, or not end: so a template of strangers is compiled and written in a child process, which ends with its
-bounds (contained.py). The date of today is the one that the run names: with the true one, tokens would change
-overnight.
+bounds (contained.py). What it writes is tokenized by this process, which takes far longer: so a text has a bound that
+follows from what the template is given, and from its own length. The date of today is the one that the run names: with
+the true one, tokens would change overnight.
 """
 
 import datetime
@@ -26,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatronish.core.contained import ChildBounds, Contained, ContainedError
 from megatronish.core.errors import UserError, shown
+from megatronish.core.foreign import size_of
 from megatronish.data.chat.conversation import Message
 
 # Built-in chat templates, for models without one of their own: the files of the folder templates/.
@@ -80,13 +82,14 @@ class ChatTemplate:
         try:
             self._write = (TemplateWriter if is_built_in(source) else ContainedWriter)(source, date)
         except ContainedError as error:
-            raise self._unbounded(error) from error
+            raise self._unbounded(str(error)) from error
         except ValueError as error:
             raise UserError(
                 f"the chat template {name} is no Jinja template: {shown(str(error))}; correct it, or name another with "
                 "--chat-template"
             ) from error
         self._variables = dict(variables)
+        self._own_size = None if is_built_in(source) else MOST_OWN + TIMES_SOURCE * (len(source) + size_of(variables))
         longest_first = sorted(controls, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         characters = sorted({character for name in controls for character in name})
@@ -143,14 +146,24 @@ class ChatTemplate:
         try:
             found = self._write(values)
         except ContainedError as error:
-            raise self._unbounded(error) from error
+            raise self._unbounded(str(error)) from error
+        for each, (text, _) in zip(renderings, found, strict=True):
+            self._refuse_long(text or "", each.messages, tools)
         return [
             ValueError(f"the chat template {self.name} {shown(why)}") if text is None else text for text, why in found
         ]
 
-    def _unbounded(self, error: ContainedError) -> UserError:
+    def _refuse_long(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> None:
+        """UserError for a text out of all proportion to what the template was given."""
+        if self._own_size is None or len(text) <= self._own_size:
+            return
+        size = size_of([*messages, *tools])
+        if len(text) > self._own_size + TIMES_GIVEN * size:
+            raise self._unbounded(f"writes {len(text):,} characters for messages and tools of {size:,}")
+
+    def _unbounded(self, why: str) -> UserError:
         return UserError(
-            f"the chat template {self.name} {error}; correct it, or name another with --chat-template: a template has "
+            f"the chat template {self.name} {why}; correct it, or name another with --chat-template: a template has "
             "a part of the memory and of the time that any real one stays far below"
         )
 
@@ -165,6 +178,9 @@ def without_generation_marks(text: str) -> str:
 LARGEST_PRODUCT = 1_000_000  # characters of a text, elements of a list, or bits of a power
 BOUNDS = ChildBounds()
 """Of a template of strangers. One that is real writes a conversation in a thousandth of a second."""
+MOST_OWN, TIMES_SOURCE, TIMES_GIVEN = 2**15, 4, 64
+"""Characters that a text may have of no one's, times those of the template itself (a system prompt may stand in it, or
+in a variable), times those of messages and tools: JSON that is indented is some ten times as long."""
 GENERATION_MARKS = ("\U000ff000", "\U000ff001")
 """Characters around what a {% generation %} block writes."""
 

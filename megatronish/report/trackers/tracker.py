@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from megatronish.core.errors import without_passwords
+
 LONGEST_WAIT = 30.0  # seconds, at the end of a run, for a tracker to send what it has
 
 
 class RunDescription(NamedTuple):
-    """RunDescription of a run for its trackers. `first_step` is the number of steps done before this start."""
+    """RunDescription of a run for its trackers, without passwords.
+
+    `first_step` is the number of steps done before this start.
+    """
 
     name: str
     folder: Path
@@ -114,11 +119,11 @@ class TrackerThread:
     def _print_messages(self) -> None:
         """Print what the thread has to say, in the main thread, between the lines of the run."""
         if self._line is not None:
-            tqdm.write(f" {self._line}", file=sys.stdout)
+            tqdm.write(f" {without_passwords(self._line)}", file=sys.stdout)
             self._line = None
         if self._error is not None and not self._is_off:
             self._is_off = True
-            title, words = self.tracker.title, " ".join(str(self._error).split())
+            title, words = self.tracker.title, " ".join(without_passwords(str(self._error)).split())
             reason = words or type(self._error).__name__
             tqdm.write(f"{title} is off, and the run continues without it: {reason:.300}", file=sys.stderr)
 
@@ -144,7 +149,9 @@ class Trackers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ending = self.ending if error is None else f"failed: {str(error).strip() or type(error).__name__}"
+        ending = self.ending
+        if error is not None:
+            ending = f"failed: {without_passwords(str(error)).strip() or type(error).__name__}"
         for thread in self._threads:
             thread.end(RunSummary(self._last, ending, has_failed=error is not None))
         deadline = time.monotonic() + LONGEST_WAIT

@@ -4,11 +4,13 @@ The environment variables of W&B work as usual: WANDB_MODE, WANDB_API_KEY, WANDB
 """
 
 import importlib
+import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from megatronish.config.config import Config
+from megatronish.core.errors import without_passwords
 from megatronish.report.trackers.tracker import (
     LONGEST_WAIT,
     Points,
@@ -44,13 +46,14 @@ class WeightsAndBiases(Tracker):
         run_id = kept_id(run, "wandb") or uuid.uuid4().hex[:8]
         keep_id(run, "wandb", run_id)
         reason = None
+        sys.argv[:] = map(without_passwords, sys.argv)  # W&B keeps the command line; nothing here reads it again
         try:
             # On a terminal W&B would ask for a key, and wait.
             if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
                 raise ConnectionError("no API key; `wandb login` keeps one")
             self._run = self._open(wandb, run, run_id, mode=None)
         except Exception as error:
-            reason = " ".join(str(error).split())
+            reason = " ".join(without_passwords(str(error)).split())
             self._run = self._open(wandb, run, run_id, mode="offline")
         if self._run.disabled:
             return "W&B: disabled by WANDB_MODE"

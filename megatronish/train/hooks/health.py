@@ -13,6 +13,7 @@ import os
 import time
 from pathlib import Path
 
+from megatronish.core.errors import without_passwords
 from megatronish.core.files import write_quickly
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
@@ -51,7 +52,7 @@ class Health(Hook):
 
 def say_health(folder: Path, *, step: int, phase: str) -> bool:
     """Replace the health of a run; False without room on the disk."""
-    said = {"step": step, "time": time.time(), "phase": phase, "pid": os.getpid()}
+    said = {"step": step, "time": time.time(), "phase": without_passwords(phase), "pid": os.getpid()}
     try:
         write_quickly(folder / HEALTH, json.dumps(said) + "\n")
     except OSError:
@@ -78,5 +79,5 @@ def say_last(folder: Path, phase: str, *, knows_first: bool = False) -> None:
 
 def failed(error: BaseException) -> str:
     """The last word of a run that an error has ended."""
-    line = (str(error).splitlines() or [""])[0]
+    line = (without_passwords(str(error)).splitlines() or [""])[0]  # before the cut: half a URL is none
     return f"{FAILED}{line or type(error).__name__}"[:LONGEST]
