@@ -172,5 +172,5 @@ def test_nearly_every_two_features_meet_and_every_value_is_among_the_few() -> No
     dealt, some = [case.chosen for case in CASES], [CASES[number].chosen for number in FEW]
     possible = possible_pairs([choices(layout) for layout in LAYOUTS])
     assert len(possible & covered_pairs(dealt)) > 0.95 * len(possible)
-    assert len(possible & covered_pairs(some)) > 0.8 * len(possible)
+    assert len(possible & covered_pairs(some)) > 0.84 * len(possible)
     assert {pair for chosen in dealt for pair in chosen.items()} == {pair for chosen in some for pair in chosen.items()}
