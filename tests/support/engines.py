@@ -30,7 +30,8 @@ def in_few_micro_batches(flags: str) -> str:
     """
     config = read_config(tiny(Path("never-written"), flags))[0]
     each = config.global_batch_size // config.layout.dp
-    return f"{flags} --micro-batch-size {max(1, each // (2 * config.layout.pp))}"
+    most = max(1, each // (2 * config.layout.pp))
+    return f"{flags} --micro-batch-size {max(size for size in range(1, most + 1) if each % size == 0)}"
 
 
 def open_job(place: Place, flags: str) -> TrainingJob:
