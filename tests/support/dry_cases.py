@@ -274,8 +274,18 @@ SINGLE = [
         "--tp 2 --zero-stage 1",
     ),
     SingleCase("ZeRO-3 of few layers with experts", "experts", "", "--zero-stage 3 --ep 4 --etp 1", 4, num_layers=4),
-    SingleCase("ZeRO-3 with rows to pad", "experts", "--ep 2 --etp 1", "--tp 2 --zero-stage 3", rank=11, dp=6),
-    SingleCase("ZeRO-3 with rows for some", "experts", "--ep 2 --etp 1", "--tp 2 --zero-stage 3", rank=1, dp=6),
+    SingleCase(
+        *("ZeRO-3 with rows to pad", "experts", "--ep 2 --etp 1", "--tp 2 --zero-stage 3"),
+        rank=11,
+        dp=6,
+        num_layers=4,
+    ),
+    SingleCase(
+        *("ZeRO-3 with rows for some", "experts", "--ep 2 --etp 1", "--tp 2 --zero-stage 3"),
+        rank=1,
+        dp=6,
+        num_layers=4,
+    ),
     SingleCase(
         *("layers computed again by fours", "llama"),
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4 --vocab-size 2000",
