@@ -21,6 +21,13 @@ for folder in (TESTS.parent, TESTS, *sorted({path.parent for path in TESTS.rglob
 PEERS = ("megatron.core", "transformers")
 
 
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session that all workers of xdist share: what one of them has computed, others may read."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test-all` (see test_parallel_equals_serial.py) and `make test-fast` (see support/processes.py)."""
     parser.addoption("--all-layouts", action="store_true", help="every layout with the product of its features")

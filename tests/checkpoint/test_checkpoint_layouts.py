@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engines import in_few_micro_batches
 from jobs import VOCABULARY, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from saved_runs import alone, assert_same_bits, engine_of_run, read_whole
@@ -94,13 +95,13 @@ def load_and_save(
 def test_a_checkpoint_of_any_layout_loads_in_any_other_bit_by_bit(
     tmp_path: Path, model: str, layouts: list[str]
 ) -> None:
-    train_on_ranks(tiny(tmp_path / "run", f"{model} --train-iters 2"))
+    train_on_ranks(tiny(tmp_path / "run", in_few_micro_batches(f"{model} --train-iters 2")))
     first = source = tmp_path / "run" / "checkpoints" / "step_00000002"
     assert all(tensor.isfinite().all() and tensor.any() for tensor in read_whole(first).values())
     losses = {}
     # From each layout to the next, and back to one process.
     for number, layout in enumerate([*layouts, ""]):
-        argv = tiny(tmp_path / "run", f"{model} {layout} --seed {number}")
+        argv = tiny(tmp_path / "run", in_few_micro_batches(f"{model} {layout} --seed {number}"))
         target = tmp_path / str(number)
         losses[layout], *_ = run_ranks(read_config(argv).config.layout.world_size, load_and_save, argv, source, target)
         source = target / "step_00000002"
@@ -146,7 +147,7 @@ def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Pat
         "--dp 2 --tp 2 --pp 2 --sequence-parallel --zero-stage 2": 8,
     }
     for step, (layout, world_size) in enumerate(layouts.items()):
-        argv = tiny(tmp_path / "moved", f"{flags} {layout} --exit-interval 1")
+        argv = tiny(tmp_path / "moved", in_few_micro_batches(f"{flags} {layout} --exit-interval 1"))
         output = train_on_ranks(argv, world_size=world_size)
         assert ("changed since: parallel." in output) == (step > 0), output
     moved, serial = steps_of(tmp_path / "moved"), steps_of(tmp_path / "serial")

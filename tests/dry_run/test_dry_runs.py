@@ -2,15 +2,17 @@
 
 Each case builds the engine of one rank on fake CUDA tensors, takes a step and computes what hooks do after it; a
 tensor on the wrong device raises. Some also evaluate, take a second step and look for a NaN, and a few generate. The
-cases with fused operators run in one process, and those without in another: whether there are any is decided where
+cases with fused operators run in other processes than those without: whether there are any is decided where
 operators are imported. `pytest --all-layouts` takes all cases, in which nearly every two features meet that can.
 """
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,13 +40,13 @@ def needs_compiler() -> None:
 
 
 def is_whole(number: int) -> bool:
-    """Whether a case also does what takes as long as a step: of those that every run takes, every second one.
+    """Whether a case also does what takes as long as a step: of those that every run takes, two of five.
 
     And those of single features that offload.
     """
     if number >= len(CASES):
         return ALL[number].name in WHOLE
-    return number not in FEW or FEW.index(number) % 2 == 0
+    return number not in FEW or FEW.index(number) % 5 in (0, 2)
 
 
 WHOLE = {"parameters on the host", "parameters on the host, with copies", "experts offloaded"}
@@ -56,21 +58,38 @@ def numbers(request: pytest.FixtureRequest) -> list[int]:
     return [*dealt, *range(len(CASES), len(ALL))]
 
 
-@pytest.fixture(scope="module")
-def lines(numbers: list[int]) -> list[tuple[int | str, Any]]:
-    """The reports of all cases and generations, from a process for each kind of operators, both at the same time."""
+PARTS = {"assumed": 3, "0": 1}
+"""Processes for each kind of operators: a worker of xdist runs one of them while another goes on with other tests."""
+
+
+def lines_of(kernels: str, part: int, numbers: list[int], folder: Path) -> list[tuple[int | str, Any]]:
+    """The reports of a part of the cases and of all generations, which the first worker that asks leaves in a file."""
     needs_compiler()
-    started = []
-    for kernels in KERNELS:
-        mine = [f"{'+' if is_whole(number) else ''}{number}" for number in numbers if ALL[number].kernels == kernels]
-        mine += ["generation", "planted"] if kernels == "assumed" else []
-        path = os.pathsep.join([str(ROOT), str(TESTS / "support")])
-        environment = os.environ | {"MEGATRONISH_KERNELS": kernels, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, str(TESTS / "support" / "dry_runs.py"), *mine]
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    found = [line for child in started for line in child.communicate(timeout=SECONDS)[0].splitlines()]
-    assert [child.returncode for child in started] == [0, 0]
-    return [tuple(json.loads(line)) for line in found]
+    mine = [f"{'+' if is_whole(number) else ''}{number}" for number in numbers if ALL[number].kernels == kernels]
+    mine = mine[part :: PARTS[kernels]]
+    mine += ["generation", "planted"] if (kernels, part) == ("assumed", 0) else []
+    path = os.pathsep.join([str(ROOT), str(TESTS / "support")])
+    environment = os.environ | {"MEGATRONISH_KERNELS": kernels, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    with (folder / f"dry_runs_{kernels}_{part}").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until whoever was first has finished
+        file.seek(0)
+        text = file.read()
+        if not text:
+            command = [sys.executable, str(TESTS / "support" / "dry_runs.py"), *mine]
+            ended = subprocess.run(
+                command, env=environment, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=False
+            )
+            assert ended.returncode == 0
+            text = ended.stdout
+            file.write(text)
+    return [tuple(json.loads(line)) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def lines(numbers: list[int], session_folder: Path) -> list[tuple[int | str, Any]]:
+    """The reports of all cases and generations."""
+    parts = [(kernels, part) for kernels, count in PARTS.items() for part in range(count)]
+    return [line for part in parts for line in lines_of(*part, numbers, session_folder)]
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +100,14 @@ def results(lines: list[tuple[int | str, Any]], numbers: list[int]) -> Results:
     return [(ALL[number], result) for number, result in found]
 
 
-def test_every_case_builds_and_takes_a_step(results: Results) -> None:
+@pytest.mark.parametrize(("kernels", "part"), [(name, part) for name in KERNELS for part in range(PARTS[name])])
+def test_every_case_builds_and_takes_a_step(kernels: str, part: int, numbers: list[int], session_folder: Path) -> None:
     """On tensors that refuse to meet those of another device."""
-    failed = [f"{case.name}\n{result['error']}" for case, result in results if "error" in result]
-    assert not failed, "\n".join(failed)
+    found = lines_of(kernels, part, numbers, session_folder)
+    failed = [
+        f"{ALL[number].name}\n{said['error']}" for number, said in found if isinstance(number, int) and "error" in said
+    ]
+    assert found and not failed, "\n".join(failed)
 
 
 def test_mistakes_that_a_gpu_would_find_are_found(lines: list[tuple[int | str, Any]]) -> None:
@@ -172,5 +195,5 @@ def test_nearly_every_two_features_meet_and_every_value_is_among_the_few() -> No
     dealt, some = [case.chosen for case in CASES], [CASES[number].chosen for number in FEW]
     possible = possible_pairs([choices(layout) for layout in LAYOUTS])
     assert len(possible & covered_pairs(dealt)) > 0.95 * len(possible)
-    assert len(possible & covered_pairs(some)) > 0.8 * len(possible)
+    assert len(possible & covered_pairs(some)) > 0.84 * len(possible)
     assert {pair for chosen in dealt for pair in chosen.items()} == {pair for chosen in some for pair in chosen.items()}

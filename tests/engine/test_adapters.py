@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 from adapted import draw_adapters
-from engines import world_size_of
+from engines import in_few_micro_batches, world_size_of
 from jobs import tiny
 from ranks import run_ranks
 
@@ -124,7 +124,7 @@ def test_adapters_learn_the_same_in_every_layout(kind: str, layout: str, has_exp
     of_model += " --reset-attention-mask --reset-position-ids" if "--reset" in layout else ""
     expected = alone(f"{flags} {of_model}", adapter)
     assert expected.numbers[0][1] > 0 and expected.numbers[0][0] != expected.numbers[1][0]
-    flags = f"{flags} {layout}"
+    flags = in_few_micro_batches(f"{flags} --global-batch-size 8 {layout}")
     for found in run_ranks(world_size_of(flags), train, flags, adapter):
         assert not found.without_gradient
         for mine, theirs in zip(found.numbers, expected.numbers, strict=True):

@@ -1,58 +1,44 @@
 """Tests of the search: speed, legality of what is printed, memory against the exact figures, guards."""
 
-import cProfile
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
 
 import pytest
-from paths import ROOT
+import searches
+from searches import CASES, search_of
 
-from megatronish.config.read import read_config
-from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of, without_layout
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.planner.choose import conventional, short_list
-from megatronish.estimate.planner.devices import find_device
 from megatronish.estimate.planner.exact import fullest_stage, plan_of
 from megatronish.estimate.planner.pipeline_time import StageTimes, pipeline_seconds
 from megatronish.estimate.planner.search import Search, SearchResult, divisors
-from megatronish.estimate.planner.workload import Workload
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.simulate import Costs, simulate
 from megatronish.parallel.schedules.table import SCHEDULES
 
-CASES = {
-    "gpt3-175b": (1024, "a100-sxm", 50257),
-    "llama-70b": (512, "h100-sxm", 128256),
-    "qwen3-30b-a3b": (64, "h100-sxm", 151936),
-}
+Find = Callable[[str], tuple[Search, SearchResult]]
 
 
-def search_of(name: str, *flags: str, gpus: int | None = None) -> Search:
-    number, device, vocab_size = CASES[name]
-    argv = ["--config", str(ROOT / f"configs/{name}.toml"), *flags]
-    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
-    return Search(config, Workload.of(config, vocab_size), find_device(device), gpus or number)
+@pytest.fixture
+def searched(session_folder: Path) -> Find:
+    """A search by its name, with what it has found."""
+    return lambda name: (search_of(name), searches.searched(name, session_folder).result)
 
 
-@cache
-def searched(name: str) -> tuple[Search, SearchResult]:
-    search = search_of(name)
-    return search, search.run()
-
-
-def test_fifty_thousand_layouts_take_seconds() -> None:
+def test_fifty_thousand_layouts_take_seconds(session_folder: Path) -> None:
     """10 s of a slow core for 17 million calls: of these two, calls are the same on every machine, busy or not."""
-    search, profile = search_of("gpt3-175b"), cProfile.Profile()
-    tried = profile.runcall(search.run)
-    calls = sum(each.callcount for each in profile.getstats())
+    tried, calls = searches.searched(searches.COUNTED, session_folder)
+    assert calls is not None
     print(f"{tried.legal:,} layouts, {len(tried.found):,} fit, {calls / 1e6:.1f} million calls")
     assert tried.legal > 50_000
     assert calls < 20_000_000
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_found_is_accepted_by_the_real_rules(name: str) -> None:
+def test_what_is_found_is_accepted_by_the_real_rules(name: str, searched: Find) -> None:
     search, tried = searched(name)
     chosen = random.Random(1).sample(tried.found, 15)
     for each in chosen:
@@ -105,7 +91,7 @@ def test_rows_of_experts_that_zero3_pads_are_in_the_memory_of_the_search() -> No
     assert found > 5
 
 
-def test_printed_memory_is_the_peak() -> None:
+def test_printed_memory_is_the_peak(searched: Find) -> None:
     search, tried = searched("llama-70b")
     config = config_of(search.config, tried.found[0].candidate)
     stages = Stages.of(config.parallel, config.model, vocab_size=128256, seq_length=search.work.seq_length)
@@ -116,7 +102,7 @@ def test_printed_memory_is_the_peak() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "llama-70b"])
-def test_the_closed_form_of_a_pipeline_is_near_the_simulator(name: str) -> None:
+def test_the_closed_form_of_a_pipeline_is_near_the_simulator(name: str, searched: Find) -> None:
     search, tried = searched(name)
     pipelines = [each for each in tried.found if each.candidate.mesh.pp > 1]
     off = []
@@ -189,7 +175,7 @@ def test_what_is_known_of_the_error_widens_the_interval() -> None:
     assert low == pytest.approx(0.88 * step.low) and high == pytest.approx(1.12 * step.high)
 
 
-def test_the_short_list_has_different_meshes_and_a_conventional_layout() -> None:
+def test_the_short_list_has_different_meshes_and_a_conventional_layout(searched: Find) -> None:
     search, _ = searched("llama-70b")
     chosen = short_list(search, number=4)
     meshes = [each.candidate.mesh for each in chosen.planned]
@@ -226,7 +212,7 @@ def test_experts_may_be_shared_where_dense_layers_are_not() -> None:
     assert {zero for _, zeros in search.families(mesh) for zero in zeros} == {0, 1, 2, 3}
 
 
-def test_zero3_under_a_pipeline_has_to_be_asked_for() -> None:
+def test_zero3_under_a_pipeline_has_to_be_asked_for(searched: Find) -> None:
     _, tried = searched("llama-70b")
     assert not [each for each in tried.found if each.candidate.zero == 3 and each.candidate.mesh.pp > 1]
     search = search_of("llama-70b", gpus=32)
@@ -244,7 +230,7 @@ def test_parameters_on_the_cpu_are_planned_with_zero3_alone() -> None:
         assert any(each.candidate.mesh.pp > 1 for each in tried.found) == in_pipelines
 
 
-def test_a_chunk_computes_longer_than_its_transfer_takes() -> None:
+def test_a_chunk_computes_longer_than_its_transfer_takes(searched: Find) -> None:
     search, tried = searched("gpt3-175b")
     for each in random.Random(4).sample([one for one in tried.found if one.candidate.schedule == "interleaved"], 20):
         times, _ = search.clock.stage_times(each.candidate, search.stages(each.candidate))
@@ -258,7 +244,7 @@ def step_of(search: Search, **changes: object) -> float:
     return search.clock.step(changed, search.stages(changed)).high
 
 
-def test_times_move_as_physics_says() -> None:
+def test_times_move_as_physics_says(searched: Find) -> None:
     search, _ = searched("llama-70b")
     plain = step_of(search)
     assert step_of(search, recompute="full") > 1.2 * plain

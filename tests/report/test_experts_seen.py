@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import NO_DROPOUT, world_size_of
+from engines import NO_DROPOUT, in_few_micro_batches, world_size_of
 from jobs import tiny, train_on_ranks
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -26,14 +26,14 @@ SEEN = ("load_balancing_loss", "router_z_loss", "largest_expert_load", "num_idle
 
 def run(folder: Path, flags: str) -> Path:
     """The folder of a run with these flags."""
-    train_on_ranks(tiny(folder, f"{MODEL} {flags}"), world_size=world_size_of(f"{MODEL} {flags}"))
+    train_on_ranks(tiny(folder, flags), world_size=world_size_of(flags))
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of one process, with evaluations."""
-    return run(tmp_path_factory.mktemp("alone") / "run", EVALUATES)
+    return run(tmp_path_factory.mktemp("alone") / "run", f"{MODEL} {EVALUATES}")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_every_layout_shows_and_evaluates_what_one_process_does(alone: Path, tmp_path: Path, layout: str) -> None:
-    folder = run(tmp_path / "run", f"{EVALUATES} {layout}")
+    folder = run(tmp_path / "run", in_few_micro_batches(f"{MODEL} {EVALUATES} {layout}"))
     assert read_lines(folder / "experts.jsonl") == read_lines(alone / "experts.jsonl")
     for mine, theirs in zip(*(read_lines(each / "metrics.jsonl") for each in (folder, alone)), strict=True):
         assert {name: mine[name] for name in SEEN} == pytest.approx({name: theirs[name] for name in SEEN}, rel=1e-6)
@@ -72,7 +72,7 @@ def test_counts_are_all_choices_and_evaluation_changes_none(alone: Path, tmp_pat
     for line in lines:
         assert list(line["tokens_per_expert"]) == ["1", "2", "3"]
         assert all(sum(row) == 2 * 8 * 24 for row in line["tokens_per_expert"].values())
-    without = run(tmp_path / "run", "--eval-iters 0")
+    without = run(tmp_path / "run", f"{MODEL} --eval-iters 0")
     assert lines == read_lines(without / "experts.jsonl")
     last = read_lines(alone / "metrics.jsonl")[-1]
     rows = np.array(list(lines[-1]["tokens_per_expert"].values()))

@@ -23,6 +23,17 @@ def world_size_of(flags: str) -> int:
     return read_config(tiny(Path("never-written"), flags))[0].layout.world_size
 
 
+def in_few_micro_batches(flags: str) -> str:
+    """These flags with as large micro-batches as leave two in a step for each stage of the pipeline.
+
+    A micro-batch takes as long as a larger one at the sizes of tests, where calls cost more than numbers.
+    """
+    config = read_config(tiny(Path("never-written"), flags))[0]
+    each = config.global_batch_size // config.layout.dp
+    most = max(1, each // (2 * config.layout.pp))
+    return f"{flags} --micro-batch-size {max(size for size in range(1, most + 1) if each % size == 0)}"
+
+
 def open_job(place: Place, flags: str) -> TrainingJob:
     """This rank's part of a run with these flags."""
     config, _ = read_config(tiny(Path("never-written"), flags))

@@ -13,7 +13,7 @@ from megatronish.core.layout import Layout
 SEED = 7
 VOCABULARY = 131  # of tokens; padded to 132, 136 or more, by tp
 EOD = 0
-NUM_STEPS = 3
+NUM_STEPS = 2
 SGD_STEPS = 2
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 CLIP = 0.5  # below every gradient norm here, so that clipping acts

@@ -155,12 +155,22 @@ def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
     )
 
 
+def num_microbatches_of(layout: Layout, chosen: Chosen) -> int:
+    """Of a step. Where 4 is dealt, a multiple of two or three stages is meant, or one more than three.
+
+    With two stages the least multiple is as good: more than stages are the 3 that are dealt, too. Chunks that are
+    interleaved take micro-batches in groups of the stages, and 4 are two whole groups.
+    """
+    number: int = chosen["num_microbatches"]
+    return 2 if number == 4 and layout.pp == 2 and chosen["schedule"] != "interleaved" else number
+
+
 def problem_of(layout: Layout, chosen: Chosen) -> Problem:
     cut = lcm(2 * layout.cp, layout.cp * layout.tp) if layout.cp > 1 else layout.tp
     return Problem(
         model=model_of(layout, chosen),
         seq_length=-(-12 // cut) * cut,
-        global_batch_size=layout.dp * chosen["micro_batch_size"] * chosen["num_microbatches"],
+        global_batch_size=layout.dp * chosen["micro_batch_size"] * num_microbatches_of(layout, chosen),
         eod_mask_loss=chosen["eod_mask_loss"],
         documents=chosen["documents"],
         optimizer=chosen["optimizer"],
@@ -210,7 +220,7 @@ def spread_of(layout: Layout, chosen: Chosen) -> Spread:
 
 def passes_of(layout: Layout, chosen: Chosen) -> int:
     """Passes of all ranks forward in a step: about what a case costs."""
-    return layout.world_size * chosen["num_microbatches"] * (1 if chosen["recompute"] == "none" else 2)
+    return layout.world_size * num_microbatches_of(layout, chosen) * (1 if chosen["recompute"] == "none" else 2)
 
 
 def all_cases() -> list[tuple[Layout, Chosen]]:
@@ -243,5 +253,5 @@ def name_of(layout: Layout, chosen: Chosen) -> str:
         words += [f"offload_{chosen['offload']}"] if chosen["offload"] != "none" else []
     if layout.pp > 1:
         words += [chosen["schedule"], chosen["split"]]
-    sizes = f"{chosen['num_microbatches']}x{chosen['micro_batch_size']}"
+    sizes = f"{num_microbatches_of(layout, chosen)}x{chosen['micro_batch_size']}"
     return f"dp{layout.dp}_tp{layout.tp}_pp{layout.pp}_cp{layout.cp}-{'-'.join(filter(None, words))}-{sizes}"

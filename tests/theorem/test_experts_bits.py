@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import comparison
@@ -60,19 +61,26 @@ SPREADS = {
 OPTIONS = {"bias": BIASED, "capacity": LIMITED}
 
 
+@cache
+def first_run(options: str, spread: str) -> list[Record]:
+    """What the ranks of a layout saw, for several tests to compare with."""
+    return run_ranks(SPREADS[spread].layout.world_size, train, problem_of(OPTIONS[options]), SPREADS[spread])
+
+
 @pytest.mark.parametrize(("options", "spread"), [("bias", "dp2-tp2-pp2"), ("capacity", "dp2-cp2-zero3")])
 def test_the_same_layout_gives_the_same_bits_twice(options: str, spread: str) -> None:
-    size, problem = SPREADS[spread].layout.world_size, problem_of(OPTIONS[options])
-    one, other = (run_ranks(size, train, problem, SPREADS[spread]) for _ in range(2))
-    for mine, theirs in zip(one, other, strict=True):
+    again = run_ranks(SPREADS[spread].layout.world_size, train, problem_of(OPTIONS[options]), SPREADS[spread])
+    for mine, theirs in zip(first_run(options, spread), again, strict=True):
         assert_equal_bits(mine, theirs)
 
 
 @pytest.mark.parametrize(
     ("options", "spread", "methods"),
     [
-        ("bias", "tp2", ("selective", "uniform", "block")),
-        ("capacity", "tp2", ("selective", "uniform", "block")),
+        ("bias", "tp2", ("selective", "block")),
+        ("capacity", "tp2", ("uniform",)),
+        pytest.param("bias", "tp2", ("uniform",), marks=pytest.mark.sweep),
+        pytest.param("capacity", "tp2", ("selective", "block"), marks=pytest.mark.sweep),
         ("bias", "dp2-tp2-pp2", ("uniform",)),
         ("capacity", "dp2-cp2-zero3", ("block",)),
     ],
@@ -80,10 +88,9 @@ def test_the_same_layout_gives_the_same_bits_twice(options: str, spread: str) ->
 def test_recomputation_changes_no_bit(options: str, spread: str, methods: Sequence[str]) -> None:
     """It replays choices, and counts no token again."""
     size, problem = SPREADS[spread].layout.world_size, problem_of(OPTIONS[options])
-    plain = run_ranks(size, train, problem, SPREADS[spread])
     for method in methods:
         again = run_ranks(size, train, problem, replace(SPREADS[spread], recompute=RECOMPUTE[method]))
-        for one, other in zip(plain, again, strict=True):
+        for one, other in zip(first_run(options, spread), again, strict=True):
             assert_equal_bits(one, other)
 
 
