@@ -87,9 +87,9 @@ def lines_of(kernels: str, part: int, numbers: list[int], folder: Path) -> list[
 
 @pytest.fixture(scope="module")
 def lines(numbers: list[int], session_folder: Path) -> list[tuple[int | str, Any]]:
-    """The reports of all cases and generations."""
+    """The reports of all cases and generations; the last part first, as another worker may be at the first."""
     parts = [(kernels, part) for kernels, count in PARTS.items() for part in range(count)]
-    return [line for part in parts for line in lines_of(*part, numbers, session_folder)]
+    return [line for part in reversed(parts) for line in lines_of(*part, numbers, session_folder)]
 
 
 @pytest.fixture(scope="module")
