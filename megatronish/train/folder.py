@@ -87,11 +87,13 @@ def refuse_odd_files(folder: Path) -> None:
     """UserError if something other than a file that can be written has the name of a file of the run."""
     for name in FILES:
         path = folder / name
-        is_emptied_link = name == LOCK and path.is_symlink()  # it would empty a file elsewhere
-        if not os.path.lexists(path) or (path.is_file() and os.access(path, os.W_OK) and not is_emptied_link):
+        is_file = path.is_file()
+        empties_another = is_file and name == LOCK and path.is_symlink()  # the file that the link leads to
+        if not os.path.lexists(path) or (is_file and os.access(path, os.W_OK) and not empties_another):
             continue
-        what = "cannot be written" if path.is_file() else "is a folder" if path.is_dir() else "is no ordinary file"
-        what = "is a link" if is_emptied_link else what
+        what = "is a folder" if path.is_dir() else "is no ordinary file"
+        if is_file:
+            what = "is a link" if empties_another else "cannot be written"
         raise UserError(f"{path} {what}, and the run writes its {name} there; move it away, or choose another folder")
 
 
