@@ -5,6 +5,7 @@ Which layers have experts or a window is a pattern in Megatron-LM's notation: a 
 
 import ast
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import tyro
@@ -65,6 +66,7 @@ class ExpertOptions:
     """Coefficient of the z-loss, which keeps the router's logits small."""
 
 
+@lru_cache(maxsize=10_000)  # a search of layouts asks a hundred thousand times
 def has_experts(frequency: str, layer: int) -> bool:
     """Whether the layer has experts by --moe-layer-freq; ValueError for text that is neither a number nor a list.
 
