@@ -986,3 +986,15 @@ def test_a_recipe_of_axolotl_with_its_files_runs_dry_as_it_is_imported(
     assert training.objective == RECIPES[recipe].get("rl", "causal_lm")
     if recipe in ("sft", "orpo", "pretraining"):
         assert dry_run(config, []) == 0
+
+
+def test_a_password_of_another_frameworks_file_is_not_written() -> None:
+    board = {"enabled": True, "output_path": "s3://me:HUNTER2@b/x"}
+    text = from_deepspeed({"train_micro_batch_size_per_gpu": 1, "tensorboard": board}).to_toml(Path("ds.json"))
+    assert "HUNTER2" not in text and "tensorboard_dir = " not in text
+    assert "NOT AS THERE: tensorboard_dir: it has a password, which no file of a run holds; give it as --" in text
+
+
+def test_a_batch_that_is_no_multiple_of_the_micro_batch_is_refused() -> None:
+    with pytest.raises(UserError, match=r"train_batch_size=4 must be a multiple of train_micro_batch_size_per_gpu=7;"):
+        from_deepspeed({"train_micro_batch_size_per_gpu": 7, "train_batch_size": 4})

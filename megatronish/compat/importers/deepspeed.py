@@ -92,11 +92,11 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
         if size is not None and (size < 1 or not float(size).is_integer()):
             raise UserError(f"{name}={size:.15g} must be a whole number of at least 1; correct the file")
     # Without dp this much can be checked: the batch must be micro x steps x some whole number of ranks.
-    if steps and micro and batch and batch % (micro * steps):
+    if micro and batch and batch % (micro * (steps or 1)):
+        times = f" times {key}={steps:.15g}, {micro * steps:.15g}" if steps else ""
         raise UserError(
-            f"train_batch_size={batch} must be a multiple of train_micro_batch_size_per_gpu={micro} times "
-            f"gradient_accumulation_steps={steps:.15g}, {micro * steps:.15g}; correct the file, or remove one of the "
-            "three"
+            f"train_batch_size={batch} must be a multiple of train_micro_batch_size_per_gpu={micro}{times}; correct "
+            "the file, or remove one of them"
         )
     if steps is None and key in values:
         found.leave_out(key, "use --global-batch-size, from which it follows")

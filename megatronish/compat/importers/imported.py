@@ -31,6 +31,9 @@ class Imported:
         parts = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(part, int | float) and not isinstance(part, bool) and not is_finite(part) for part in parts):
             raise UserError(f"{field}={shown(value)} must be finite; correct the file")
+        if any(isinstance(part, str) and without_passwords(part) != part for part in parts):
+            self.warn(field, f"it has a password, which no file of a run holds; give it as {FIELDS[field].flag}")
+            return
         wants_int = FIELDS[field].type is int
         self.settings[field] = int(value) if wants_int and isinstance(value, float) and value.is_integer() else value
 
