@@ -3,7 +3,7 @@
 What a name stands for is downloaded through `huggingface_hub` into its cache, at one commit, and from there on is a
 folder like any other. Only files that are read here are fetched: config.json, the tokenizer's files, safetensors; JSON
 lines of a data set. No pickle and no code is. Of the ranks on a machine one downloads and the others wait: a file in
-the cache is locked meanwhile, and says which commit it was, so that all of them read the same.
+the cache is locked meanwhile, and a record next to it says which commit it was, so that all of them read the same.
 """
 
 import json
