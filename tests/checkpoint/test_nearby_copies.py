@@ -1,7 +1,6 @@
 """Tests of copies nearby: runs that are killed between saves resume from memory of this host and the next."""
 
 import json
-import math
 import os
 import re
 import shutil
@@ -28,7 +27,6 @@ from megatronish.checkpoint.replicated.folders import LONG, OWNER, claim_folder,
 from megatronish.checkpoint.replicated.local import Hosts
 from megatronish.checkpoint.replicated.write import Transfer
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.core.control_groups import bytes_within_limits
 from megatronish.core.errors import RunError, UserError
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Axis, Mesh
@@ -295,26 +293,6 @@ def test_copies_of_a_run_that_may_have_moved_stay_for_a_day(
 
 
 def test_a_memory_limit_counts_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_groups, groups = tmp_path / "own", tmp_path / "groups"
-    assert bytes_within_limits(groups, own_groups) == math.inf
-    inner = groups / "memory" / "job" / "step"
-    inner.mkdir(parents=True)
-    own_groups.write_text("3:cpu,memory:/job/step\n2:freezer:/\n0::/pod\n")
-    (inner / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    (inner / "memory.usage_in_bytes").write_text("10\n")
-    (inner / "memory.stat").write_text("total_inactive_file 5\n")
-    for name, text in (("limit_in_bytes", "300"), ("usage_in_bytes", "120"), ("stat", "total_inactive_file 20")):
-        (inner.parent / f"memory.{name}").write_text(text)
-    assert bytes_within_limits(groups, own_groups) == 200
-    (groups / "pod").mkdir()
-    for name, text in (("max", "max"), ("current", "120"), ("stat", "inactive_file 20\nfile 90")):
-        (groups / "pod" / f"memory.{name}").write_text(text)
-    assert bytes_within_limits(groups, own_groups) == 200
-    (groups / "pod" / "memory.max").write_text("150\n")
-    assert bytes_within_limits(groups, own_groups) == 50
-    (groups / "pod" / "memory.max").write_text("60\n")
-    assert bytes_within_limits(groups, own_groups) == 0
-
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     memory.mkdir()
     disk.mkdir()
