@@ -66,9 +66,12 @@ def imported(framework: Framework, path: Path, *, dp: int | None = None) -> Impo
     """Settings of a file of another framework; UserError if it cannot be read."""
     values = read_object(path, is_yaml=path.suffix != ".json" and framework != "deepspeed")
     if framework == "deepspeed":
-        return from_deepspeed(values, dp=dp)
-    read = from_axolotl if framework == "axolotl" else from_accelerate
-    return read(values, folder=path.parent, dp=dp)
+        found = from_deepspeed(values, dp=dp)
+    else:
+        read = from_axolotl if framework == "axolotl" else from_accelerate
+        found = read(values, folder=path.parent, dp=dp)
+    found.refuse_out_of_range()
+    return found
 
 
 main_axolotl, main_deepspeed, main_accelerate = (

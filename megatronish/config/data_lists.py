@@ -22,8 +22,7 @@ def _read(path: str) -> str:
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); correct the path") from None
     except ValueError as error:  # bytes that are no text, too many, or NUL in the path
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
-        raise ValueError(f"{shown(path)} cannot be read ({reason}); correct the path") from None
+        raise ValueError(f"{shown(path)} cannot be read ({error}); correct the path") from None
 
 
 def words_of_file(path: str) -> Lists:

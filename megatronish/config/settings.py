@@ -11,7 +11,7 @@ from megatronish.config.fields import ALIASES, FIELDS, SECTIONS
 from megatronish.config.flag_meaning import Settings, report, understand
 from megatronish.config.portable import from_here
 from megatronish.config.suggest import is_meant_as_config, nearest_section, one_of_sections, unknown
-from megatronish.core.foreign import parse_toml
+from megatronish.core.foreign import parse_toml, read_text
 
 
 class CommandLine(NamedTuple):
@@ -75,7 +75,7 @@ def asks_for_mock_data(argv: Sequence[str]) -> bool:
 def read_file(path: Path, *, is_mock: bool = False) -> Settings:
     """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all. `is_mock`: by --mock-data."""
     found = Settings.empty()
-    tables = from_here(parse_toml(path.read_text(encoding="utf-8")), path.parent)
+    tables = from_here(parse_toml(read_text(path)), path.parent)
     data = tables.get("data")
     is_mock = is_mock or (isinstance(data, dict) and data.get("mock_data") is True)
     for section, entries in tables.items():

@@ -5,11 +5,12 @@ for, and copies count: a file of ten lines cannot become a billion values, and a
 and is refused. Dates stay the text that they are in the file, and so do keys, whatever YAML would read them as.
 """
 
+import codecs
 import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,8 @@ MOST_VALUES = 100_000
 """Values of a YAML file, each alias counted as often as it is used."""
 LONGEST_NUMBER = 100
 """Characters of a number of YAML."""
+DIGITS = "it has a number of thousands of digits"
+"""What Python says of such a number is for programmers."""
 
 _LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST}}}""")
 _LONG_NUMBER = re.compile(r"(?<![\w\"'])[+-]?0[xob][0-9a-fA-F_]{1000}")
@@ -40,23 +43,44 @@ def read_json(path: Path, *, largest: int = LARGEST) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Value of a JSON text, None of an empty one; ValueError with a sentence for what is not JSON or too deep."""
+    """Value of a JSON text, None of an empty one; ValueError with a sentence for what is not JSON or too deep.
+
+    A key may be there twice if it has the same value: readers differ in which of two values counts.
+    """
     if not text.strip():
         return None
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"its lists and objects are more than {DEEPEST} deep") from None
+    value = json_value(text, pairs=_without_contradiction)
     refuse_deep(value)
     return value
 
 
-def json_value(text: str) -> Any:
-    """Value of a JSON text, as deep as Python can read; ValueError with a sentence for any other text."""
+def json_value(text: str, *, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> Any:
+    """Value of a JSON text, as deep as Python can read; ValueError with a sentence for any other text.
+
+    `pairs` makes an object of its keys and values.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("its lists and objects are too deep inside of each other") from None
+    except (json.JSONDecodeError, _TwoValuesError):
+        raise
+    except ValueError:
+        raise ValueError(DIGITS) from None
+
+
+class _TwoValuesError(ValueError):
+    """Key of a JSON object that is there twice, with two values."""
+
+
+def _without_contradiction(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Object of its keys and values; ValueError for a key that has two values."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        for key, value in pairs:
+            if values[key] is not value and values[key] != value:
+                raise _TwoValuesError(f"the key {shown(key, most=100)} is there twice, with two values")
+    return values
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -71,6 +95,10 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("its lists and tables are too deep inside of each other") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:
+        raise ValueError(DIGITS) from None
 
 
 def read_yaml(path: Path) -> Any:
@@ -129,7 +157,12 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
         data = file.read(largest + 1)
     if len(data) > largest:
         raise ValueError(f"it has more than {largest:,} bytes, which is the limit")
-    return data.decode("utf-8-sig")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError("it is UTF-16, and must be UTF-8; save it as UTF-8") from None
+        raise ValueError(f"it is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from None
 
 
 def size_of(value: Any) -> int:
@@ -191,7 +224,10 @@ class _Values:
                         self._refuse(other, "is merged by <<, and is no object")
                     merged = self.value(other, depth + 1) | merged
             else:
-                found[key.value] = self.value(each, depth + 1)
+                value = self.value(each, depth + 1)
+                if key.value in found and found[key.value] != value:
+                    self._refuse(key, f"has {shown(key.value, most=100)} again, with another value")
+                found[key.value] = value
         return merged | found
 
     def _scalar(self, node: Any) -> Any:

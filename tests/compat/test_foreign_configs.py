@@ -31,7 +31,7 @@ from megatronish.config.data_lists import splits_of_file
 from megatronish.config.dump import to_toml, toml_value, write_toml
 from megatronish.config.fields import SECTIONS, with_fields
 from megatronish.config.model_source import refuse_unknown_block
-from megatronish.config.read import read_config
+from megatronish.config.read import ConfigError, read_config
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import MOST_VALUES, parse_json, parse_toml, parse_yaml, shown
 from megatronish.estimate.planner.calibrate import calibrated
@@ -261,10 +261,10 @@ def test_yaml_is_read_as_plain_values_with_texts_as_keys() -> None:
 
 def test_json_that_is_too_deep_or_too_large_is_refused(tmp_path: Path) -> None:
     for text in ("[" * 100_000, "[" * 60 + "]" * 60, '{"a":' * 60 + "1" + "}" * 60):
-        with pytest.raises(ValueError, match="more than 50 deep"):
+        with pytest.raises(ValueError, match=r"more than 50 deep|too deep inside of each other"):
             parse_json(text)
     (tmp_path / "large.yml").write_text("a: 1\n" * 100_000)
-    with pytest.raises(UserError, match=r"large.yml is not YAML: it has more than 65,536 bytes"):
+    with pytest.raises(UserError, match=r"large.yml cannot be read as YAML: it has more than 65,536 bytes"):
         imported("axolotl", tmp_path / "large.yml")
     assert shown("a\nb" * 100, most=20) == r"a\nba\nba\nba\nba\nb..."[:17] + "..."
 
@@ -277,7 +277,7 @@ def test_json_that_is_too_deep_or_too_large_is_refused(tmp_path: Path) -> None:
         ("x = 1\n" + "'a'." * 50_000 + "a = 1", "line 2 has a key of more than 50 parts"),
         ("a = " + "[" * 20_000, "too deep inside of each other"),
         ("a = " + "{a = " * 20_000, "too deep inside of each other"),
-        ("a = " + "9" * 5000, "4300 digits"),
+        ("a = " + "9" * 5000, "it has a number of thousands of digits"),
         ("a = 0x" + "f" * 5000, "line 1 has a number of thousands of digits"),
         ("#" + "x" * 2**22, "more than 4,194,304 characters"),
     ],
@@ -344,6 +344,16 @@ def test_a_list_of_splits_that_is_none_is_a_sentence(text: str, tmp_path: Path) 
         ("adapter: {a: 1}", "adapter=.* must be a text"),
         ("num_epochs: .inf", "num_epochs=Infinity must be a number"),
         ("num_epochs: 0", "num_epochs=0 must be greater than 0"),
+        ("learning_rate: -1", "learning_rate=-1 must be greater than 0"),
+        ("adapter: lora\nlora_r: 0", "lora_rank=0 must be at least 1"),
+        ("max_steps: -1\nsave_total_limit: -1", None),
+        ("datasets: 5", r"datasets\[0\]=5 must be an object with a path, or a path"),
+        ("datasets: [{path: a/b}, null]", r"datasets\[1\]=null must be an object with a path, or a path"),
+        ("adapter: lora\nlora_target_modules: 5\nlora_target_linear: true", "lora_target_modules=5 must be a list"),
+        ("adapter: lora\nlora_target_linear: 3", "lora_target_linear=3 must be true or false"),
+        ("fsdp_config: {fsdp_sharding_strategy: FOO}", "sharding_strategy=FOO must be FULL_SHARD, SHARD_GRAD_OP, "),
+        ("seed: 1\nseed: 1", None),
+        ("seed: 1\nseed: 2", "line 2, column 1 has seed again, with another value"),
     ],
 )
 def test_an_odd_value_of_axolotl_is_read_or_refused(lines: str, sentence: str | None, tmp_path: Path) -> None:
@@ -353,6 +363,49 @@ def test_an_odd_value_of_axolotl_is_read_or_refused(lines: str, sentence: str | 
         return
     with pytest.raises(UserError, match=sentence):
         imported("axolotl", tmp_path / "a.yml")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage=7 must be one of 0, 1, 2 or 3; correct the"),
+        ('{"zero_optimization": {"stage": -1}}', "zero_optimization.stage=-1 must be one of 0, 1, 2 or 3"),
+        ('{"optimizer": {"type": "Adam", "params": {"lr": -1}}}', "optimizer.params.lr=-1 must be greater than 0"),
+        ('{"train_batch_size": 2147483648}', "train_batch_size=2147483648 must be at most 2147483647"),
+        ('{"bf16": {"enabled": true}, "bf16": {"enabled": false}}', "the key bf16 is there twice, with two values"),
+        ('{"train_batch_size": ' + "9" * 5000 + "}", "it has a number of thousands of digits"),
+    ],
+)
+def test_an_odd_value_of_deepspeed_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        imported("deepspeed", tmp_path / "d.json")
+
+
+def test_other_encodings_are_named(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_bytes('{"seed": 1}'.encode("utf-16"))
+    with pytest.raises(UserError, match="it is UTF-16, and must be UTF-8; save it as UTF-8"):
+        imported("deepspeed", tmp_path / "d.json")
+    (tmp_path / "c.toml").write_bytes("[training]".encode("utf-16"))
+    with pytest.raises(ConfigError, match="it is UTF-16, and must be UTF-8"):
+        read_config(["--config", str(tmp_path / "c.toml")])
+    (tmp_path / "d.json").write_bytes(b'{"a": "\xe9"}')
+    with pytest.raises(UserError, match="it is not UTF-8: byte 7 is 0xe9"):
+        imported("deepspeed", tmp_path / "d.json")
+
+
+def test_settings_that_contradict_each_other_are_told_when_they_are_imported(tmp_path: Path) -> None:
+    both = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}
+    assert "TO CORRECT: bf16 contradicts fp16: a model is computed in one precision" in from_deepspeed(both).warnings()
+    params = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.01, "warmup_num_steps": 100, "total_num_steps": 50}
+    lines = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": params}}).warnings()
+    assert [
+        line for line in lines if line.startswith("TO CORRECT: lr_warmup_iters=100 must be less than train_iters=50")
+    ]
+    assert [line for line in lines if line.startswith("TO CORRECT: min_lr=0.1 must not exceed lr=0.01")]
+    given = from_axolotl({"warmup_steps": 5, "warmup_ratio": 0.1, "max_steps": 50}, folder=tmp_path)
+    assert given.left_out["warmup_ratio"] == "warmup_steps, which is given, counts"
+    assert given.complaints() == [] and "base_model" in given.left_out
 
 
 def test_what_a_checkpoint_names_is_one_word_of_the_command_that_is_printed(tmp_path: Path) -> None:

@@ -591,7 +591,7 @@ def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("ds.json", "{", r"ds.json is not JSON: .*; correct the file"),
+        ("ds.json", "{", r"ds.json cannot be read as JSON: .*; correct the file"),
         ("ds.json", "[1]", r"ds.json holds no settings, but \[1\]; name another file"),
         ("ds.json", '{"train_batch_size": "many"}', r"train_batch_size=many must be a whole number"),
         ("ds.json", '{"optimizer": 3}', r"optimizer=3 must be an object of settings"),
@@ -600,7 +600,7 @@ def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
         ("ds.json", " \n", r"ds.json is empty: it has no settings; name another file"),
         ("config.yml", "# nothing\n", r"config.yml is empty: it has no settings; name another file"),
         ("ds.json", None, r"ds.json cannot be read: No such file or directory; correct the path"),
-        ("a.yml", "a: [", r"a.yml is not YAML: "),
+        ("a.yml", "a: [", r"a.yml cannot be read as YAML: "),
         ("a.yml", "- 1", r"a.yml holds no settings"),
     ],
 )

@@ -193,6 +193,7 @@ def _deepspeed(found: Imported, values: Mapping[str, Any], precision: str, folde
             for each in names:
                 other.settings.pop(each, None)
     found.settings |= other.settings
+    found.key_of |= {name: f"{within}{key}" for name, key in other.key_of.items()}
     found.left_out |= {f"{within}{key}": reason for key, reason in other.left_out.items()}
     found.otherwise |= {f"{within}{key}": reason for key, reason in other.otherwise.items()}
     # 3. What is left of the YAML changes no number.

@@ -35,7 +35,7 @@ from megatronish.compat.importers.imported import (
     text,
     whole,
 )
-from megatronish.config.fields import FIELDS
+from megatronish.config.fields import FIELDS, one_of
 from megatronish.config.hub import hub_name
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
@@ -175,6 +175,7 @@ def _model(found: Imported, folder: Path) -> None:
     """The model to start from: a folder, from here or from that of the config, or a name of the hub."""
     name = found.settings.get("load_hf")
     if name is None:
+        found.leave_out("base_model", "there is none in the file, and so no model to start from; add --load-hf FOLDER")
         return
     here = next((path for path in (Path(name), folder / name) if is_folder(path)), None)
     if here is not None:
@@ -217,15 +218,18 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
         found.set_default(name, value)
     # 3. Targets: None is every linear layer, which is our default. lora_target_linear asks for it whatever else is
     # named; where nothing is named, PEFT adapts queries and values.
-    targets = values.get("lora_target_modules")
+    targets, every = values.get("lora_target_modules"), values.get("lora_target_linear")
+    if every is not None and not isinstance(every, bool) and not is_on(every):
+        raise UserError(f"lora_target_linear={shown(every)} must be true or false; correct the file")
     if isinstance(targets, str):
         targets = None if targets == "all-linear" else [targets]
-    elif targets is None and not is_on(values.get("lora_target_linear")):
+    elif targets is None and not is_on(every):
         targets = PEFT_TARGETS
-    if targets is not None and not is_on(values.get("lora_target_linear")):
+    if targets is not None:
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise UserError(f"lora_target_modules={shown(targets)} must be a list of names; correct the file")
-        found.set("adapter_targets", tuple(targets))
+        if not is_on(every):
+            found.set("adapter_targets", tuple(targets))
     if kind == "qlora" or is_on(values.get("load_in_4bit")):
         _quantised(found, section(values, "bnb_config_kwargs"))
 
@@ -245,8 +249,9 @@ def _quantised(found: Imported, options: Mapping[str, Any]) -> None:
 def _length(found: Imported, values: Mapping[str, Any]) -> None:
     """Length of the run: max_steps, or else num_epochs, of which there is one if neither is there."""
     epochs = number(values, "num_epochs")
-    if found.settings.get("train_iters", 1) < 1:  # -1 says that there is no limit
-        del found.settings["train_iters"]
+    for name in ("train_iters", "keep_last"):  # -1 says that there is no limit
+        if found.settings.get(name, 1) < 1:
+            del found.settings[name]
     if "train_iters" in found.settings:
         if epochs is not None:
             found.leave_out("num_epochs", "max_steps, which is given, counts")
@@ -343,7 +348,9 @@ def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
         found.settings.pop("lr_warmup_fraction", None)
         found.set("lr_warmup_iters", 0)
     elif "lr_warmup_iters" in found.settings:
-        found.settings.pop("lr_warmup_fraction", None)  # Hugging Face's Trainer lets the steps win
+        # Hugging Face's Trainer lets the steps win, and Axolotl refuses both.
+        if found.settings.pop("lr_warmup_fraction", None) is not None:
+            found.leave_out("warmup_ratio", "warmup_steps, which is given, counts")
     elif "lr_warmup_fraction" not in found.settings:
         if (run := found.settings.get("train_iters")) is not None:
             found.set("lr_warmup_iters", min(int(0.03 * run), 100))
@@ -450,7 +457,10 @@ def fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
     # stay gathered after a forward are those of ZeRO-2.
     named = text(rest, "sharding_strategy")
     rest.pop("sharding_strategy", None)
-    strategy = f"{words} {STRATEGIES.get(named, named)}".upper()
+    named = STRATEGIES.get(named, named).upper()
+    if named and named not in STRATEGIES.values():
+        raise UserError(f"sharding_strategy={shown(named)} must be {one_of(STRATEGIES.values())}; correct the file")
+    strategy = f"{words} {named}".upper()
     reshards = rest.pop("reshard_after_forward", True)
     keeps_parameters = reshards is False or str(reshards).lower() in ("false", "no", "off")
     strategy += f" {reshards}".upper()  # Accelerate writes FULL_SHARD, SHARD_GRAD_OP and their like here, too

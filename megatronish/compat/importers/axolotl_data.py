@@ -10,6 +10,7 @@ from typing import Any
 
 from megatronish.compat.importers.imported import NOT_THERE, SPEED, Imported, Rule, dropped, field, text
 from megatronish.config.hub import hub_name
+from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 
 FORMATS = {"chat_template": "auto", "alpaca": "alpaca", "sharegpt": "sharegpt", "alpaca_chat": "alpaca"}
@@ -30,7 +31,7 @@ OTHER_FIELDS = ("intel", "icr", "argilla", "argilla_chat", "nectar", "user_defin
 def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
     """Settings of the data sets; whether they are read as chats. What has no counterpart is listed."""
     # 1. What kind of data: chats if any set is of a chat's type, else texts.
-    sets = _list(values.get("datasets")) or _list(values.get("pretraining_dataset"))
+    sets = _sets(values, "datasets") or _sets(values, "pretraining_dataset")
     types = [_type(data_set) for data_set in sets]
     has_chats = any(kind in FORMATS for kind in types)
     _list_unknown(found, values)
@@ -41,6 +42,7 @@ def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
             found.leave_out("train_on_inputs", EVERY_TOKEN)
         return False
     if not sets:
+        found.leave_out("datasets", "there are none in the file; name JSON lines with --data-path")
         return False
     # 3. They are read as chats: the keys that the rules listed as left out do have a meaning now.
     for key in ("datasets", "pretraining_dataset", "chat_template", "chat_template_jinja", "train_on_inputs"):
@@ -63,7 +65,7 @@ def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
 
 def preferences(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
     """Settings of the data sets of `rl`: pairs, or labelled completions."""
-    sets = _list(values.get("datasets"))
+    sets = _sets(values, "datasets")
     for key in ("datasets", "chat_template", "chat_template_jinja"):
         found.left_out.pop(key, None)
     # Types are template.fields, such as chatml.intel: the part before the dot is a template, the part after it names
@@ -87,7 +89,7 @@ def preferences(found: Imported, values: Mapping[str, Any], folder: Path) -> Non
 
 def held_out(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
     """Sets for validation, which Axolotl calls test_datasets."""
-    sets = _list(values.get("test_datasets"))
+    sets = _sets(values, "test_datasets")
     if not sets or "data_path" not in found.settings:
         return
     found.left_out.pop("test_datasets", None)
@@ -108,6 +110,18 @@ def _list(sets: Any) -> list[Any]:
     return sets if isinstance(sets, list) else [] if sets is None else [sets]
 
 
+def _sets(values: Mapping[str, Any], key: str) -> list[Any]:
+    """Data sets under a key: objects with a path, or paths. UserError for anything else."""
+    value = values.get(key)
+    sets = [] if value is None or value is False or value == "" else _list(value)
+    for index, data_set in enumerate(sets):
+        if not isinstance(data_set, dict | str) or not data_set:
+            raise UserError(
+                f"{key}[{index}]={shown(data_set)} must be an object with a path, or a path; correct the file"
+            )
+    return sets
+
+
 WRITTEN = "written in the file"
 
 
@@ -120,7 +134,7 @@ def _type(data_set: Any) -> str | None:
 def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
     """List the types that are not there, and keys of data sets. Sets for tests are not read as chats."""
     for key in ("datasets", "test_datasets", "pretraining_dataset"):
-        for index, data_set in enumerate(_list(values.get(key))):
+        for index, data_set in enumerate(_sets(values, key)):
             kind = _type(data_set)
             if kind not in TEXTS and kind not in FORMATS:
                 reason = f"{kind}: a prompt template is not applied; text is trained on as it is"

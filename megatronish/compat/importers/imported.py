@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatronish.config.config import Config
+from megatronish.config.conflicts import CONFLICTS
 from megatronish.config.dump import write_toml
-from megatronish.config.fields import FIELDS, SECTIONS
+from megatronish.config.fields import FIELDS, SECTIONS, with_fields
+from megatronish.config.rules.optimizer import LENGTH_RULES, RATE_RULES
 from megatronish.core.errors import UserError, without_passwords
 from megatronish.core.foreign import is_finite, read_json, read_yaml, shown
 
@@ -18,10 +21,14 @@ NEVER = "plugins"
 
 
 class Imported:
-    """Settings by field, keys that are not carried over, and what will train otherwise than there, with reasons."""
+    """Settings by field, keys that are not carried over, and what will train otherwise than there, with reasons.
+
+    `key_of` has the names of settings in the file, where one key alone decides.
+    """
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
+        self.key_of: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.otherwise: dict[str, str] = {}
 
@@ -36,6 +43,25 @@ class Imported:
             return
         wants_int = FIELDS[field].type is int
         self.settings[field] = int(value) if wants_int and isinstance(value, float) and value.is_integer() else value
+
+    def refuse_out_of_range(self) -> None:
+        """UserError for a value that no run takes, with the name of its key."""
+        for name, value in self.settings.items():
+            field, key = FIELDS[name], self.key_of.get(name, name)
+            if not field.allows(value):
+                raise UserError(f"{key}={shown(value)} must be {field.wants}; correct the file")
+            if isinstance(value, int | float) and (broken := [each for each in field.ranges if not each.holds(value)]):
+                raise UserError(f"{key}={shown(value)} {broken[-1].rule}; correct the file")
+
+    def complaints(self) -> list[str]:
+        """What a run will complain about: settings of the file that contradict each other."""
+        asked = {name: value for name, value in self.settings.items() if value != FIELDS[name].default}
+        config, found = with_fields(Config(), **self.settings), []
+        for one, other, rule, _ in CONFLICTS:
+            pair = [next((name for name in names if name in asked), None) for names in (one, other)]
+            if pair[0] is not None and pair[1] is not None:
+                found.append(f"{pair[0]} contradicts {pair[1]}: {rule}")
+        return found + list(filter(None, (rule.complaint(config) for rule in (*LENGTH_RULES, *RATE_RULES))))
 
     def set_default(self, field: str, value: Any) -> None:
         """Set a field that nothing has set: what the absence of its key means there, and not here."""
@@ -68,14 +94,15 @@ class Imported:
             if own and section != NEVER:
                 tables[section] = own
         before = [f"From {source.name}. Check it with: megatronish pretrain --config THIS_FILE --dry-run"]
-        before += ["", *self.warnings()] if self.otherwise else []
+        before += ["", *said] if (said := self.warnings()) else []
         after = [f"Not carried over from {source.name}:"] if self.left_out else []
         after += [f"  {_line(key, reason)}" for key, reason in self.left_out.items()]
         return write_toml(tables, before=before, after=after)
 
     def warnings(self) -> list[str]:
-        """A line for each key by which the run trains otherwise than there."""
-        return [f"NOT AS THERE: {_line(key, reason)}" for key, reason in self.otherwise.items()]
+        """A line for each key by which the run trains otherwise than there, and for what no run takes as it is."""
+        otherwise = [f"NOT AS THERE: {_line(key, reason)}" for key, reason in self.otherwise.items()]
+        return otherwise + [f"TO CORRECT: {complaint}" for complaint in self.complaints()]
 
 
 def _line(key: str, reason: str) -> str:
@@ -121,6 +148,7 @@ def apply(found: Imported, values: Mapping[str, Any], rules: Mapping[str, Rule],
             raise UserError(f"{shown(name)}={shown(value)} must be {FIELDS[rule.field].wants}; correct the file")
         else:
             found.set(rule.field, value)
+            found.key_of[rule.field] = name
 
 
 def whole(value: float, key: str) -> int:
@@ -188,7 +216,7 @@ def read_object(path: Path, *, is_yaml: bool) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror}; correct the path") from error
     except ValueError as error:
-        raise UserError(f"{name} is not {kind}: {error}; correct the file") from error
+        raise UserError(f"{name} cannot be read as {kind}: {error}; correct the file") from error
     if values is None:
         raise UserError(f"{name} is empty: it has no settings; name another file")
     if not isinstance(values, dict):

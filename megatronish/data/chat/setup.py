@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from megatronish.config.sections.data import ChatConfig, DataConfig
 from megatronish.core import foreign
 from megatronish.core.errors import UserError
-from megatronish.core.files import ordinary
 from megatronish.data.chat.encoder import ChatEncoder
 from megatronish.data.chat.template import BUILT_IN, ChatTemplate, built_in_template
 from megatronish.tokenizer.control_tokens import ControlEncoder
@@ -49,8 +48,8 @@ def read_model_templates(folder: Path) -> ModelTemplates:
 def read_template(path: Path) -> str:
     """Text of a file; UserError if it cannot be read."""
     try:
-        return ordinary(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return foreign.read_text(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"chat template {path} cannot be read ({error}); correct the path or the file") from error
 
 
