@@ -102,10 +102,10 @@ def read(load: Path) -> Model:
 
 def _with_prefix(load: Path, description: Description, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Tensors with full names: a model saved without its head has names without a prefix. Unknown names stay."""
-    known = {name for rule in rules(description) for name in rule.theirs}
+    known, base = {name for rule in rules(description) for name in rule.theirs}, _tensors_of(description).base
     renamed = {}
     for name, tensor in tensors.items():
-        whole = f"{_base(description)}.{name}"
+        whole = f"{base}.{name}"
         if whole in known and whole in tensors:
             raise UserError(
                 f"{load} holds both {name} and {whole}, which are one tensor of its model; remove the wrong one"
@@ -191,10 +191,6 @@ def config_json(description: Description) -> dict[str, Any]:
         eos_token_id=description.eod,
         origin=description.origin.get(FORMAT),
     )
-
-
-def _base(description: Description) -> str:
-    return _tensors_of(description).base
 
 
 def rules(description: Description) -> list[TensorRule]:
