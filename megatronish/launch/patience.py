@@ -42,7 +42,7 @@ def apart(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
     """What `call` returns or raises, in a child process: a thread that waits for a disk keeps its process from ending.
 
     `otherwise` if it has not ended by then. The child holds no descriptor of this process, so that who reads one does
-    not wait for it. Where no process can be started, a thread makes the call.
+    not wait for it. Where no process can be started, or it is killed, a thread makes the call.
     """
     if sys.platform == "darwin":  # its system libraries do not survive a fork
         return within(seconds, call, otherwise=otherwise)
@@ -56,19 +56,19 @@ def apart(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
     if child == 0:
         _be_child(call, writer)
     os.close(writer)
-    data = b""
+    data, has_ended = b"", False
     try:
         with os.fdopen(reader, "rb") as answer:
             waiting = select.poll()  # `select` takes no descriptor above 1,023
             waiting.register(reader, select.POLLIN)
             if waiting.poll(1000 * seconds):
-                data = answer.read()
+                data, has_ended = answer.read(), True
     finally:
         with contextlib.suppress(OSError):
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0 if data else os.WNOHANG)
-    if not data:
-        return otherwise
+            os.waitpid(child, 0 if has_ended else os.WNOHANG)
+    if not data:  # a child that was killed says nothing of the disk
+        return within(seconds, call, otherwise=otherwise) if has_ended else otherwise
     found, error = pickle.loads(data)
     if error is not None:
         raise error

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from jobs import checkpoints_of, run_job, started, steps_of, tiny, train_on_rank
 from ranks import wait_until
 
 from megatronish.checkpoint.checksums import Checksums
+from megatronish.launch.patience import apart
 from megatronish.launch.restarts import GOOD_STEPS, SAME_TIMES, Restarts
 from megatronish.train.folder import last_step
 from megatronish.train.resume import _has_saved
@@ -249,3 +251,15 @@ def test_restarts_are_used_up_and_counted_from_zero_after_good_steps(
     steps.last = GOOD_STEPS
     assert restarts.again(1, "first")
     assert not Restarts(0, steps).again(1, "first")
+
+
+def test_a_call_whose_child_is_killed_is_made_again_and_one_that_never_ends_is_not() -> None:
+    own = os.getpid()
+
+    def answer() -> int:
+        if os.getpid() != own:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 7
+
+    assert apart(60.0, answer, otherwise=0) == 7
+    assert apart(0.2, partial(wait_until, lambda: False), otherwise=None) is None
