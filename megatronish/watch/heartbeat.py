@@ -142,7 +142,8 @@ class FolderBoard:
 
     def put(self, name: str, text: str) -> None:
         """Replace the text of this name."""
-        aside = self.folder / f".{name}.{os.getpid()}"
+        # A watchdog that a slow disk keeps may still write when its rank says its last word.
+        aside = self.folder / f".{name}.{os.getpid()}.{threading.get_ident()}"
         aside.write_text(text, encoding="utf-8")
         aside.replace(self.folder / name)
 

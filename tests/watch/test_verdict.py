@@ -1,13 +1,15 @@
 """Tests of verdicts: from beats of all ranks to the rank that hangs. No process is started."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatronish.core.layout import Layout
 from megatronish.watch.hang_diagnosis import RanksSeen, RankWords, verdict
-from megatronish.watch.heartbeat import Beat, Collective, ThreadBeat, beat_of
+from megatronish.watch.heartbeat import Beat, Collective, FolderBoard, ThreadBeat, beat_of
 from megatronish.watch.observer import HangLimits
 
 TP, DP, WORLD = "tp:0+2", "dp:0+2", "world:0+4"
@@ -201,3 +203,12 @@ def test_limits_follow_the_median_step_and_the_flags() -> None:
     given = HangLimits.of(step=5.0, start=None, evaluation=7.0, save=None, timeout=600.0)
     wanted: dict[Any, float] = {"start": 5.0, "evaluation": 7.0, "save": 5.0, "end": 5.0, "step": 5.0}
     assert {phase: given.of_phase(phase, median_step=1.0) for phase in wanted} == pytest.approx(wanted)
+
+
+def test_two_threads_of_a_rank_may_put_the_same_text_at_once(tmp_path: Path) -> None:
+    board = FolderBoard(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(board.put, "rank_0", f"{number}") for number in range(400)]:
+            done.result()
+    assert board.get("rank_0") is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_0"]
