@@ -81,13 +81,15 @@ def load_and_save(
                 "--pp 2",
             ],
         ),
-        (
+        pytest.param(
             f"{GPT_OSS} --global-batch-size 8",
             ["--tp 2 --pp 2 --dp 2 --zero-stage 3", "--tp 3 --cp 2 --zero-stage 1", "--dp 4 --zero-stage 3"],
+            marks=pytest.mark.sweep,
         ),
-        (
+        pytest.param(
             f"{GPT2} --optimizer muon --global-batch-size 12",
             ["--tp 2 --dp 2 --zero-stage 2", "--dp 3 --zero-stage 3", "--pp 2 --tp 2"],
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["gpt2", "llama", "gpt-oss", "muon"],
@@ -159,9 +161,9 @@ def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "world_size"),
     [
-        ("--bf16", 1),
+        pytest.param("--bf16", 1, marks=pytest.mark.sweep),
         ("--bf16 --tp 2", 2),
-        ("--optimizer sgd", 1),
+        pytest.param("--optimizer sgd", 1, marks=pytest.mark.sweep),
         (f"{GPT_OSS} --decoupled-min-lr 1e-3 --lr-decay-style cosine", 1),
     ],
 )
@@ -215,11 +217,11 @@ def read_in_the_same_layout(place: Place, argv: list[str], folder: Path) -> Read
 @pytest.mark.parametrize(
     ("layout", "shared_by"),
     [
-        ("--dp 2", 1),
-        ("--tp 2", 2),
+        pytest.param("--dp 2", 1, marks=pytest.mark.sweep),
+        pytest.param("--tp 2", 2, marks=pytest.mark.sweep),
         ("--pp 2", 2),  # but for the small embedding, which is on both stages
-        ("--dp 2 --zero-stage 1", 2),
-        ("--dp 2 --zero-stage 2", 2),
+        pytest.param("--dp 2 --zero-stage 1", 2, marks=pytest.mark.sweep),
+        pytest.param("--dp 2 --zero-stage 2", 2, marks=pytest.mark.sweep),
         ("--dp 2 --zero-stage 3", 2),
         ("--dp 2 --tp 2 --zero-stage 1", 4),
     ],

@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_lines import problems, small
 from paths import ROOT
+from sweeps import some_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.config.sections.parallel import ParallelConfig
@@ -70,7 +71,10 @@ def test_one_rank_of_each_stage_is_reported_as_text_and_as_json(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("flag", "layout"),
-    [("--compile", ""), ("--cuda-graph", "--tp 1 --pp 1 --hidden-dropout 0 --attention-dropout 0")],
+    some_of(
+        [("--compile", ""), ("--cuda-graph", "--tp 1 --pp 1 --hidden-dropout 0 --attention-dropout 0")],
+        [("--compile", "")],
+    ),
 )
 def test_what_is_left_out_is_said_where_the_config_asks_for_it(flag: str, layout: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
@@ -108,6 +112,7 @@ def test_a_tensor_of_the_cpu_is_not_sent_over_an_axis_of_gpus() -> None:
         leave()
 
 
+@pytest.mark.sweep
 def test_a_reader_that_leaves_ends_a_dry_run_without_a_message() -> None:
     command = f"{sys.executable} {ROOT / 'pretrain_gpt.py'} {' '.join(TINY)} --world-size 4 --rank all-stages"
     done = subprocess.run(f"{command} | head -n 1", shell=True, capture_output=True, text=True, check=False)

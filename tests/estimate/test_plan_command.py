@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from sweeps import further
 
 from megatronish.commands.plan import main, split
 from megatronish.config.check import refuse_unrunnable_plans
@@ -126,10 +127,10 @@ LLAMA_70B = ["--config", str(ROOT / "configs/llama-70b.toml"), "--vocab-size", "
 @pytest.mark.parametrize(
     "words",
     [
-        ["--gpus", "8", "--device", "b200", "--global-batch-size", "8"],
+        further(["--gpus", "8", "--device", "b200", "--global-batch-size", "8"]),
         ["--gpus", "64", "--optimizer-cpu-offload", "--explain", "tp=8,pp=8,sp,zero=1"],
         ["--gpus", "64", "--param-cpu-offload", "--explain", "tp=8,sp,zero=3"],
-        ["--gpus", "8", "--adapter-type", "lora", "--load", "x"],
+        further(["--gpus", "8", "--adapter-type", "lora", "--load", "x"]),
         ["--gpus", "2", "--adapter-type", "lora", "--load", "x", "--quantize-base", "nf4", "--global-batch-size", "16"],
     ],
     ids=" ".join,
