@@ -24,7 +24,7 @@ def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_00000004"])
+@pytest.mark.parametrize("place", ["", further("checkpoints"), "checkpoints/step_00000004"])
 def test_load_takes_a_run_folder_its_checkpoints_or_one_step(tmp_path: Path, six_steps: Path, place: str) -> None:
     step = "" if place.endswith("4") else "--ckpt-step 4"
     train_on_ranks(tiny(tmp_path / "run", f"--load {six_steps / place} {step}"))

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engines import in_few_micro_batches
+from engines import in_few_micro_batches, world_size_of
 from jobs import VOCABULARY, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from saved_runs import alone, assert_same_bits, engine_of_run, read_whole
+from sweeps import some_of
 
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.load import load_tensors
@@ -138,22 +139,20 @@ def test_what_is_frozen_is_saved_and_loaded_without_states(tmp_path: Path) -> No
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Path) -> None:
-    flags = "--num-layers 4 --global-batch-size 8 --train-iters 5"
+CHANGES = ["--tp 3", "--pp 4 --tp 2", "--dp 8 --zero-stage 3", "--zero-stage 1"]
+CHANGES.append("--dp 2 --tp 2 --pp 2 --sequence-parallel --zero-stage 2")
+
+
+@pytest.mark.parametrize("layouts", some_of([CHANGES, CHANGES[::2]], [CHANGES[::2]]), ids=len)
+def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Path, layouts: list[str]) -> None:
+    flags = f"--num-layers 4 --global-batch-size 8 --train-iters {len(layouts)}"
     train_on_ranks(tiny(tmp_path / "serial", flags))
-    layouts = {
-        "--tp 3": 3,
-        "--pp 4 --tp 2": 8,
-        "--dp 8 --zero-stage 3": 8,
-        "--zero-stage 1": 1,
-        "--dp 2 --tp 2 --pp 2 --sequence-parallel --zero-stage 2": 8,
-    }
-    for step, (layout, world_size) in enumerate(layouts.items()):
+    for step, layout in enumerate(layouts):
         argv = tiny(tmp_path / "moved", in_few_micro_batches(f"{flags} {layout} --exit-interval 1"))
-        output = train_on_ranks(argv, world_size=world_size)
+        output = train_on_ranks(argv, world_size=world_size_of(layout))
         assert ("changed since: parallel." in output) == (step > 0), output
     moved, serial = steps_of(tmp_path / "moved"), steps_of(tmp_path / "serial")
-    assert sorted(moved) == sorted(serial) == [1, 2, 3, 4, 5]
+    assert sorted(moved) == sorted(serial) == [*range(1, len(layouts) + 1)]
     for step, seen in serial.items():
         assert moved[step] == pytest.approx(seen, rel=1e-5), f"step {step}"
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from command_lines import problems, small
 from paths import ROOT
-from sweeps import some_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.config.sections.parallel import ParallelConfig
@@ -56,7 +55,7 @@ def dry_run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_one_rank_of_each_stage_is_reported_as_text_and_as_json(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    done = dry_run("--world-size", "16", "--rank", "all-stages", "--dry-run-report", str(path))
+    done = dry_run("--compile", "--world-size", "16", "--rank", "all-stages", "--dry-run-report", str(path))
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text())
     assert [(each["rank"], each["stage"]) for each in report["ranks"]] == [(0, 0), (8, 1)]
@@ -67,14 +66,13 @@ def test_one_rank_of_each_stage_is_reported_as_text_and_as_json(tmp_path: Path) 
         assert sum(each["host_waits"].values()) == 1
         assert all(sent["bytes"] == sent["expected"] for sent in each["traffic"])
     assert "the host waits for the device 1 times a step" in done.stdout
+    assert done.stdout.count("note: the config asks for --compile, which is left out: ") == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("flag", "layout"),
-    some_of(
-        [("--compile", ""), ("--cuda-graph", "--tp 1 --pp 1 --hidden-dropout 0 --attention-dropout 0")],
-        [("--compile", "")],
-    ),
+    [("--compile", ""), ("--cuda-graph", "--tp 1 --pp 1 --hidden-dropout 0 --attention-dropout 0")],
 )
 def test_what_is_left_out_is_said_where_the_config_asks_for_it(flag: str, layout: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"

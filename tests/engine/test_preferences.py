@@ -40,7 +40,8 @@ LAYOUTS = {
     "dp 2, ZeRO 3, recomputed": Spread(ParallelConfig(data_parallel_size=2, zero_stage=3), 3, FULL),
     "dp 2, ZeRO 1": Spread(ParallelConfig(data_parallel_size=2, zero_stage=1)),
 }
-# Every objective in a layout that cuts its sequences, its layers or its data ranks; every layout with one of them.
+# Every objective in a layout that cuts its sequences, its layers or its data ranks; every layout with one of them. A
+# hinge is another function of the same numbers, and of one row (objectives/test_preference_losses.py).
 CHOSEN = [
     ("dpo", "pp 2, zb-h1, recomputed"),
     ("kto", "cp 2, micro-batches of 2"),
@@ -48,7 +49,6 @@ CHOSEN = [
     ("dpo with a model", "dp 2, ZeRO 3, recomputed"),
     ("kto with a model", "dp 2 x tp 2"),
     ("orpo, a pair a row", "cp 2, micro-batches of 2"),
-    ("hinge", "cp 2 a2a x dp 2, ZeRO 2"),
     ("robust", "dp 2, ZeRO 1"),
     ("ipo", "pp 2, zb-h1, recomputed"),
     ("simpo", "dp 2 x tp 2"),

@@ -153,7 +153,7 @@ def bytes_of(place: Place, flags: str, adapter: AdapterConfig) -> tuple[float, f
     [
         (QLORA, 0.516),
         (replace(QLORA, double_quantization=False), 0.5625),
-        (replace(QLORA, quantize_base=None), 2.0),
+        further((replace(QLORA, quantize_base=None), 2.0)),
     ],
 )
 def test_a_frozen_weight_takes_half_a_byte_and_the_forecast_knows_it(adapter: AdapterConfig, expected: float) -> None:

@@ -70,7 +70,7 @@ COMMUNICATION = {f"communication {axis}" for axis in ("tp", "cp", "dp", "pp", "e
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [
-        ("", 1, set()),
+        pytest.param("", 1, set(), marks=pytest.mark.sweep),
         ("--tp 2 --sequence-parallel", 2, {"communication tp"}),
         pytest.param("--dp 2 --use-distributed-optimizer", 2, {"communication dp"}, marks=pytest.mark.sweep),
         pytest.param("--dp 2 --zero-stage 3", 2, {"communication dp"}, marks=pytest.mark.sweep),

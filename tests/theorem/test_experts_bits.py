@@ -82,7 +82,7 @@ def test_the_same_layout_gives_the_same_bits_twice(options: str, spread: str) ->
     ("options", "spread", "methods"),
     [
         ("bias", "tp2", ("selective", "block")),
-        ("capacity", "tp2", ("uniform",)),
+        pytest.param("capacity", "tp2", ("uniform",), marks=pytest.mark.sweep),
         pytest.param("bias", "tp2", ("uniform",), marks=pytest.mark.sweep),
         pytest.param("capacity", "tp2", ("selective", "block"), marks=pytest.mark.sweep),
         pytest.param("bias", "dp2-tp2-pp2", ("uniform",), marks=pytest.mark.sweep),

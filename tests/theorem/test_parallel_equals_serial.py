@@ -82,7 +82,9 @@ POSITIONS_WITHOUT_LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "layout", "others"), POSITIONS_WITHOUT_LAYERS)
+@pytest.mark.parametrize(
+    ("schedule", "layout", "others"), some_of(POSITIONS_WITHOUT_LAYERS, POSITIONS_WITHOUT_LAYERS[1:])
+)
 def test_positions_that_hold_the_embedding_or_the_head_alone_train_the_same_model(
     schedule: str, layout: Layout, others: Chosen
 ) -> None:
