@@ -90,7 +90,7 @@ def kept(run_dir: Path) -> list[int]:
     ("flags", "steps"),
     [
         further(("", [1, 2, 3, 4, 5, 6, 7])),
-        ("--keep-last 2", [6, 7]),
+        further(("--keep-last 2", [6, 7])),
         further(("--keep-last 1", [7])),
         further(("--keep-last 100", [1, 2, 3, 4, 5, 6, 7])),
         ("--keep-every 3", [3, 6, 7]),

@@ -225,10 +225,8 @@ CASES = [
 # Every moment of a save is one of the points at which the test above kills a save; `make attack` kills 200 runs.
 CHOSEN = [
     ("in-the-first-step", ""),
-    ("before-the-sums", ""),
     ("in-a-later-step", "--tp 2 --pp 2"),
     ("while-tensors-are-written", "--async-save"),
-    ("before-an-old-one-is-removed", "--async-save"),
     ("before-the-pointer", "--async-save --tp 2 --pp 2"),
 ]
 

@@ -375,7 +375,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", some_of(MOMENTS, ["while-the-neighbour-receives", "before-all-have-renamed"]))
+@pytest.mark.parametrize("moment", some_of(MOMENTS, ["before-all-have-renamed"]))
 def test_a_copy_counts_whole_or_not_at_all(tmp_path: Path, whole: Callable[[str], Path], moment: str) -> None:
     event, text, expected = MOMENTS[moment]
     flags, _, per_host = LAYOUTS["zero-1"]

@@ -112,6 +112,7 @@ FURTHER = [
     ("ia3", LAYOUTS["ia3"][0], False),
     *(("qlora", LAYOUTS["qlora"][number], False) for number in (0, 1, 2)),
     ("lora", OF_EXPERTS["lora"][0], True),
+    ("ia3", OF_EXPERTS["ia3"][0], True),
     ("qlora", OF_EXPERTS["qlora"][0], True),
 ]
 OF_MODEL = (*GATED.split(), "--reset-attention-mask", "--reset-position-ids")

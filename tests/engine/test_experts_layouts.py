@@ -103,17 +103,14 @@ LAYOUTS = [
 ]
 
 
-# Three layouts with each of the models. Pairs of routers and features of layouts are in the theorem's array
+# Two layouts with each of the models. Pairs of routers and features of layouts are in the theorem's array
 # (theorem/test_experts_equal_serial.py), which compares more than numbers.
 CHOSEN = [
     ("softmax", "--tp 2 --etp 1 --ep 2"),
     ("softmax", "--dp 2 --tp 2 --ep 4 --etp 1"),
-    ("softmax", "--dp 4 --ep 2 --zero-stage 3"),
     ("capacity", "--dp 2 --tp 2 --ep 2 --etp 2 --sequence-parallel"),
-    ("capacity", "--dp 4 --ep 2 --zero-stage 2"),
     ("capacity", "--pp 2 --dp 2 --ep 2 --recompute-granularity full"),
     ("sigmoid", "--cp 2 --ep 2 --cp-comm-type a2a"),
-    ("sigmoid", "--dp 4 --ep 2 --zero-stage 1"),
     ("sigmoid", "--pp 2 --tp 2 --ep 2 --etp 1 --sequence-parallel --pipeline-schedule zb-h1"),
 ]
 

@@ -40,8 +40,8 @@ LAYOUTS = {
     "dp 2, ZeRO 3, recomputed": Spread(ParallelConfig(data_parallel_size=2, zero_stage=3), 3, FULL),
     "dp 2, ZeRO 1": Spread(ParallelConfig(data_parallel_size=2, zero_stage=1)),
 }
-# Every objective in a layout that cuts its sequences, its layers or its data ranks; every layout with one of them. A
-# hinge is another function of the same numbers, and of one row (objectives/test_preference_losses.py).
+# Every layout with one objective or more. The others are other functions of the same numbers, and of one row
+# (objectives/test_preference_losses.py).
 CHOSEN = [
     ("dpo", "pp 2, zb-h1, recomputed"),
     ("kto", "cp 2, micro-batches of 2"),
@@ -50,9 +50,7 @@ CHOSEN = [
     ("kto with a model", "dp 2 x tp 2"),
     ("orpo, a pair a row", "cp 2, micro-batches of 2"),
     ("robust", "dp 2, ZeRO 1"),
-    ("ipo", "pp 2, zb-h1, recomputed"),
     ("simpo", "dp 2 x tp 2"),
-    ("cpo", "pp 2, zb-h1, recomputed"),
     ("orpo", "cp 2 a2a x dp 2, ZeRO 2"),
 ]
 

@@ -340,6 +340,7 @@ FURTHER = {
     "global balance": "experts offloaded",
     "ZeRO-2 without overlap, recomputed": "ZeRO-2 without overlap",
     "ZeRO-3 with rows for some": "ZeRO-3 with rows to pad",
+    "ZeRO-3 of few layers with experts": "ZeRO-3 with rows to pad",
     "parameters on the host": "parameters on the host, with copies",
 }
 """Of these only `pytest --all-layouts` runs those at the left, which differ little from those at the right."""
