@@ -149,7 +149,7 @@ def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Pat
     train_on_ranks(tiny(tmp_path / "serial", flags))
     for step, layout in enumerate(layouts):
         argv = tiny(tmp_path / "moved", in_few_micro_batches(f"{flags} {layout} --exit-interval 1"))
-        output = train_on_ranks(argv, world_size=world_size_of(layout))
+        output = train_on_ranks(argv, world_size=world_size_of(f"{flags} {layout}"))
         assert ("changed since: parallel." in output) == (step > 0), output
     moved, serial = steps_of(tmp_path / "moved"), steps_of(tmp_path / "serial")
     assert sorted(moved) == sorted(serial) == [*range(1, len(layouts) + 1)]
