@@ -1,4 +1,4 @@
-"""Test of files and flags by strangers: two inputs of each kind end in a sentence; `make attack` takes many more."""
+"""Test of files and flags by strangers: an input of each kind ends in a sentence; `make attack` takes many more."""
 
 import os
 import subprocess
@@ -8,10 +8,10 @@ from all import PATH
 from paths import TESTS
 
 
-def test_two_malicious_inputs_of_each_kind_end_in_sentences() -> None:
-    command = [sys.executable, str(TESTS / "attack" / "malformed.py"), "--hostile", "--each", "2", "--seed", "7"]
+def test_a_malicious_input_of_each_kind_ends_in_a_sentence() -> None:
+    command = [sys.executable, str(TESTS / "attack" / "malformed.py"), "--hostile", "--each", "1", "--seed", "7"]
     ended = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, text=True, check=False, timeout=300
     )
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
-    assert "| malicious inputs | 46 | 0 |" in ended.stdout
+    assert "| malicious inputs | 23 | 0 |" in ended.stdout

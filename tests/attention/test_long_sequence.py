@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from saved import saved_by
+from sweeps import some_of
 
 from megatronish.config.config import Config
 from megatronish.config.sections.model import ModelConfig
@@ -17,7 +18,7 @@ from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Mesh
 
-S, VOCABULARY = 32_768, 64
+VOCABULARY = 64
 MODEL = ModelConfig(
     num_layers=1,
     hidden_size=16,
@@ -29,20 +30,20 @@ MODEL = ModelConfig(
 )
 
 
-def train(place: Place, cp: int) -> tuple[list[float], int]:
+def train(place: Place, cp: int, length: int) -> tuple[list[float], int]:
     """Loss and gradient norm of a step, and the bytes that it kept for its backward."""
     mesh = Mesh.start(Layout(cp=cp), rank=place.rank, init_method=place.rendezvous)
     engine = build_engine(
         Config(
             model=MODEL,
             parallel=ParallelConfig(context_parallel_size=cp),
-            training=TrainingConfig(seq_length=S, micro_batch_size=1, global_batch_size=1),
+            training=TrainingConfig(seq_length=length, micro_batch_size=1, global_batch_size=1),
             optimizer=OptimizerConfig(),
         ),
         mesh,
         vocab_size=VOCABULARY,
     )
-    dataset = MockSamples(name="train", seq_length=S, seed=1, vocab_size=VOCABULARY, eod=0)
+    dataset = MockSamples(name="train", seq_length=length, seed=1, vocab_size=VOCABULARY, eod=0)
     batch = micro_batches(
         dataset, consumed_samples=0, global_batch_size=1, share=BatchShare(0, 1, 1), collate=Collator(eod=0)
     )
@@ -51,9 +52,10 @@ def train(place: Place, cp: int) -> tuple[list[float], int]:
     return [result.loss, result.grad_norm], saved.num_bytes
 
 
-def test_32768_tokens_on_four_ranks_take_a_quarter_of_the_activations() -> None:
-    alone, whole = train(Place(), 1)
-    ranks = run_ranks(4, train, 4, timeout=240)
+@pytest.mark.parametrize("length", some_of([8192, 32_768], [8192]))
+def test_a_long_sequence_on_four_ranks_takes_a_quarter_of_the_activations(length: int) -> None:
+    alone, whole = train(Place(), 1, length)
+    ranks = run_ranks(4, train, 4, length, timeout=240)
     for others, kept in ranks:
         assert others == pytest.approx(alone, rel=1e-5)
         assert kept <= 0.30 * whole

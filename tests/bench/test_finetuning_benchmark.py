@@ -8,6 +8,7 @@ from benchmarks import finetuning
 from benchmarks.turns import Runner
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_a_quick_run_packs_and_pads_the_same_chats(capsys: pytest.CaptureFixture[str]) -> None:
     assert finetuning.main(["--quick", "--contestants", "megatronish*", "--threads", "1"]) == 0

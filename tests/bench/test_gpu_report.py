@@ -33,6 +33,7 @@ def share_of(row: str, table: list[str]) -> float:
     return float(found[0].split("%")[0].split()[-1]) if found else 0.0
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_a_trial_writes_the_whole_report_on_a_cpu(report: ModuleType, tmp_path: Path) -> None:
     """Both files, every contender with the same first loss, and no aim that is met or missed by a trial."""

@@ -13,6 +13,7 @@ import torch
 from jobs import checkpoints_of, run_job, started, steps_of, tiny, train_on_ranks
 from ranks import wait_until
 from saved_runs import alone, assert_same_bits
+from sweeps import some_of
 
 from megatronish.checkpoint import storage
 from megatronish.checkpoint.save import HostCopies, in_background
@@ -66,19 +67,27 @@ def no_room(steps: range, rank: int = 0) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "world_size"),
-    [("--bf16", 1), ("--tp 2 --optimizer sgd", 2), ("--dp 2 --zero-stage 1", 2), ("--pp 2 --dp 2 --zero-stage 3", 4)],
+    some_of(
+        [
+            ("--bf16", 1),
+            ("--tp 2 --optimizer sgd", 2),
+            ("--dp 2 --zero-stage 1", 2),
+            ("--pp 2 --dp 2 --zero-stage 3 --bf16", 4),
+        ],
+        [("--pp 2 --dp 2 --zero-stage 3 --bf16", 4)],
+    ),
 )
 def test_each_checkpoint_is_what_training_would_have_stopped_for(tmp_path: Path, flags: str, world_size: int) -> None:
     """Though training goes on and changes every tensor while they are written."""
     for name, extra in (("sync", ""), ("async", "--async-save")):
         train_on_ranks(
-            tiny(tmp_path / name, f"{flags} {extra} --train-iters 4 --save-interval 1"), world_size=world_size
+            tiny(tmp_path / name, f"{flags} {extra} --train-iters 3 --save-interval 1"), world_size=world_size
         )
     assert checkpoints_of(tmp_path / "sync") == checkpoints_of(tmp_path / "async")
     assert steps_of(tmp_path / "sync") == steps_of(tmp_path / "async")
-    for number in range(1, 5):
+    for number in range(1, 4):
         assert_same_bits(step(tmp_path / "sync", number), step(tmp_path / "async", number))
-    assert (tmp_path / "async" / "checkpoints" / "latest").read_text() == "step_00000004\n"
+    assert (tmp_path / "async" / "checkpoints" / "latest").read_text() == "step_00000003\n"
 
 
 def test_training_goes_on_meanwhile_and_one_save_waits_for_the_other(tmp_path: Path) -> None:
@@ -96,7 +105,7 @@ def test_training_goes_on_meanwhile_and_one_save_waits_for_the_other(tmp_path: P
     assert checkpoints_of(tmp_path / "run") == ["latest", "step_00000003", "step_00000006"]
 
 
-@pytest.mark.parametrize(("layout", "rank"), [("", 0), ("--tp 2", 1)])
+@pytest.mark.parametrize(("layout", "rank"), some_of([("", 0), ("--tp 2", 1)], [("--tp 2", 1)]))
 def test_a_failed_write_is_told_and_tried_again(tmp_path: Path, layout: str, rank: int) -> None:
     run_dir = tmp_path / "run"
     argv = tiny(run_dir, f"--async-save --save-interval 2 --train-iters 8 --keep-last 2 {layout}")
@@ -111,7 +120,7 @@ def test_a_failed_write_is_told_and_tried_again(tmp_path: Path, layout: str, ran
     assert checkpoints_of(run_dir) == ["latest", "step_00000002", "step_00000008"]
 
 
-@pytest.mark.parametrize("flags", ["", "--async-save", "--async-save --tp 2"])
+@pytest.mark.parametrize("flags", some_of(["", "--async-save", "--async-save --tp 2"], ["--async-save --tp 2"]))
 def test_the_last_save_must_succeed(tmp_path: Path, flags: str) -> None:
     run_dir = tmp_path / "run"
     rank = 1 if "tp" in flags else 0
@@ -142,7 +151,7 @@ def fail_in_step(number: int) -> None:
     Engine.clip = clip_or_raise  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("layout", ["", "--pp 2"])
+@pytest.mark.parametrize("layout", some_of(["", "--pp 2"], ["--pp 2"]))
 def test_a_run_that_fails_finishes_the_checkpoint_that_it_was_writing(tmp_path: Path, layout: str) -> None:
     argv = tiny(tmp_path / "run", f"--async-save --save-interval 2 {layout}")
     ended = run_job(argv, tmp_path, plant=fail_in_step, plant_args=(3,))

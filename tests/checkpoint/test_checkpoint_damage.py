@@ -11,6 +11,7 @@ import torch
 from jobs import call_main, checkpoints_of, run_job, steps_of, tiny, train_on_ranks
 from ranks import RankError, run_ranks
 from saved_runs import alone, read_whole, save_value, saved_value
+from sweeps import some_of
 
 from megatronish.checkpoint.checksums import Checksums, DamagedError, SummingStream
 from megatronish.checkpoint.folder import read_state
@@ -219,7 +220,7 @@ def step(run_dir: Path, number: int) -> Path:
     return run_dir / "checkpoints" / f"step_{number:08d}"
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "checksums.json"])
+@pytest.mark.parametrize("name", some_of(["__0_0.distcp", ".metadata", "state.json", "checksums.json"], ["state.json"]))
 def test_the_newest_whole_checkpoint_before_a_damaged_one_is_offered(
     tmp_path: Path, six_steps: Path, name: str
 ) -> None:
@@ -266,7 +267,7 @@ def test_where_no_checkpoint_is_whole_that_is_said(tmp_path: Path, six_steps: Pa
     assert checkpoints_of(tmp_path / "new") == []
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", "state.json"])
+@pytest.mark.parametrize("name", some_of(["__1_0.distcp", "state.json"], ["__1_0.distcp"]))
 def test_many_ranks_tell_it_once(tmp_path: Path, name: str) -> None:
     """Of one rank's file as of everybody's: all learn of it, and the main rank speaks."""
     run_dir = tmp_path / "run"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from jobs import checkpoints_of, run_job, state_of, steps_of, tiny, train_on_ranks
+from sweeps import further
 
 from megatronish.checkpoint.folder import remove_old
 from megatronish.checkpoint.storage import CheckpointReader
@@ -23,7 +24,7 @@ def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_00000004"])
+@pytest.mark.parametrize("place", ["", further("checkpoints"), "checkpoints/step_00000004"])
 def test_load_takes_a_run_folder_its_checkpoints_or_one_step(tmp_path: Path, six_steps: Path, place: str) -> None:
     step = "" if place.endswith("4") else "--ckpt-step 4"
     train_on_ranks(tiny(tmp_path / "run", f"--load {six_steps / place} {step}"))
@@ -88,12 +89,12 @@ def kept(run_dir: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("flags", "steps"),
     [
-        ("", [1, 2, 3, 4, 5, 6, 7]),
-        ("--keep-last 2", [6, 7]),
-        ("--keep-last 1", [7]),
-        ("--keep-last 100", [1, 2, 3, 4, 5, 6, 7]),
+        further(("", [1, 2, 3, 4, 5, 6, 7])),
+        further(("--keep-last 2", [6, 7])),
+        further(("--keep-last 1", [7])),
+        further(("--keep-last 100", [1, 2, 3, 4, 5, 6, 7])),
         ("--keep-every 3", [3, 6, 7]),
-        ("--save-retain-interval 3", [3, 6, 7]),
+        further(("--save-retain-interval 3", [3, 6, 7])),
         ("--keep-last 2 --keep-every 2", [2, 4, 6, 7]),
         ("--keep-last 2 --async-save", [6, 7]),
     ],
@@ -140,7 +141,7 @@ def test_what_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path: Path) -> N
     assert kept(run_dir) == [3, 4]
 
 
-@pytest.mark.parametrize("flags", ["", "--async-save --tp 2"])
+@pytest.mark.parametrize("flags", [further(""), "--async-save --tp 2"])
 def test_what_cannot_be_looked_at_is_told_and_all_ranks_go_on(tmp_path: Path, flags: str) -> None:
     """It is one rank that looks, and what fails for it alone must not be in the others' way."""
     run_dir = tmp_path / "run"

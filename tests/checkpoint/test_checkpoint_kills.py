@@ -18,6 +18,7 @@ from jobs import checkpoints_of, run_job, steps_of, tiny, train_on_ranks
 from planted_kills import kill_after, kill_all_in_step
 from ranks import run_ranks
 from saved_runs import save_value, saved_value
+from sweeps import some_of
 
 from megatronish.checkpoint.folder import remove_leftovers, remove_old
 from megatronish.core.errors import RunError
@@ -99,7 +100,9 @@ def save_killed_at_every_point(place: Place, folder: Path, before: int | None) -
     raise AssertionError
 
 
-@pytest.mark.parametrize("before", [None, 4, 3], ids=["the-first", "another-of-the-same-step", "one-to-be-removed"])
+@pytest.mark.parametrize(
+    "before", some_of([None, 4, 3], [3]), ids=["the-first", "another-of-the-same-step", "one-to-be-removed"]
+)
 def test_a_save_killed_at_any_point_leaves_the_checkpoint_before_or_the_new_one(
     tmp_path: Path, before: int | None
 ) -> None:
@@ -170,7 +173,7 @@ def little_room(num_bytes: int) -> None:
     Engine.step = stepped  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("num_bytes", [2000, 20_000, 100_000])
+@pytest.mark.parametrize("num_bytes", some_of([2000, 20_000, 100_000], [20_000]))
 def test_whatever_file_finds_no_room_the_run_says_so(tmp_path: Path, num_bytes: int) -> None:
     """Tensors are cut short in the middle of a write, or before the first."""
     argv = tiny(tmp_path / "run", f"--train-iters 2 --save {tmp_path / 'full'}")
@@ -213,15 +216,22 @@ KILLS: dict[str, tuple[Callable[..., None], tuple[Any, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("moment", "flags"),
-    [
-        *((moment, "") for moment in KILLS),
-        *((moment, "--tp 2 --pp 2") for moment in list(KILLS)[1::3]),
-        *((moment, "--async-save") for moment in list(KILLS)[2:]),
-        *((moment, "--async-save --tp 2 --pp 2") for moment in list(KILLS)[3::3]),
-    ],
-)
+CASES = [
+    *((moment, "") for moment in KILLS),
+    *((moment, "--tp 2 --pp 2") for moment in list(KILLS)[1::3]),
+    *((moment, "--async-save") for moment in list(KILLS)[2:]),
+    *((moment, "--async-save --tp 2 --pp 2") for moment in list(KILLS)[3::3]),
+]
+# Every moment of a save is one of the points at which the test above kills a save; `make attack` kills 200 runs.
+CHOSEN = [
+    ("in-the-first-step", ""),
+    ("in-a-later-step", "--tp 2 --pp 2"),
+    ("while-tensors-are-written", "--async-save"),
+    ("before-the-pointer", "--async-save --tp 2 --pp 2"),
+]
+
+
+@pytest.mark.parametrize(("moment", "flags"), some_of(CASES, CHOSEN))
 def test_a_killed_run_resumes_as_if_nothing_had_been(
     tmp_path: Path, six_steps: Path, six_steps_of_four: Path, moment: str, flags: str
 ) -> None:
@@ -249,6 +259,7 @@ def assert_like_one_that_was_left_in_peace(folder: Path, flags: str, *, world_si
     assert checkpoints_of(folder / "run") == ["latest", *(f"step_{n:08d}" for n in (num_steps - 1, num_steps))]
 
 
+@pytest.mark.sweep
 def test_a_run_killed_at_a_dozen_random_moments_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """In steps, in saves, and between."""
     numbers = random.Random(1)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engines import in_few_micro_batches
+from engines import in_few_micro_batches, world_size_of
 from jobs import VOCABULARY, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from saved_runs import alone, assert_same_bits, engine_of_run, read_whole
+from sweeps import some_of
 
 from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.load import load_tensors
@@ -81,13 +82,15 @@ def load_and_save(
                 "--pp 2",
             ],
         ),
-        (
+        pytest.param(
             f"{GPT_OSS} --global-batch-size 8",
             ["--tp 2 --pp 2 --dp 2 --zero-stage 3", "--tp 3 --cp 2 --zero-stage 1", "--dp 4 --zero-stage 3"],
+            marks=pytest.mark.sweep,
         ),
-        (
+        pytest.param(
             f"{GPT2} --optimizer muon --global-batch-size 12",
             ["--tp 2 --dp 2 --zero-stage 2", "--dp 3 --zero-stage 3", "--pp 2 --tp 2"],
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["gpt2", "llama", "gpt-oss", "muon"],
@@ -136,22 +139,20 @@ def test_what_is_frozen_is_saved_and_loaded_without_states(tmp_path: Path) -> No
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Path) -> None:
-    flags = "--num-layers 4 --global-batch-size 8 --train-iters 5"
+CHANGES = ["--tp 3", "--pp 4 --tp 2", "--dp 8 --zero-stage 3", "--zero-stage 1"]
+CHANGES.append("--dp 2 --tp 2 --pp 2 --sequence-parallel --zero-stage 2")
+
+
+@pytest.mark.parametrize("layouts", some_of([CHANGES, CHANGES[::2]], [CHANGES[::2]]), ids=len)
+def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Path, layouts: list[str]) -> None:
+    flags = f"--num-layers 4 --global-batch-size 8 --train-iters {len(layouts)}"
     train_on_ranks(tiny(tmp_path / "serial", flags))
-    layouts = {
-        "--tp 3": 3,
-        "--pp 4 --tp 2": 8,
-        "--dp 8 --zero-stage 3": 8,
-        "--zero-stage 1": 1,
-        "--dp 2 --tp 2 --pp 2 --sequence-parallel --zero-stage 2": 8,
-    }
-    for step, (layout, world_size) in enumerate(layouts.items()):
+    for step, layout in enumerate(layouts):
         argv = tiny(tmp_path / "moved", in_few_micro_batches(f"{flags} {layout} --exit-interval 1"))
-        output = train_on_ranks(argv, world_size=world_size)
+        output = train_on_ranks(argv, world_size=world_size_of(f"{flags} {layout}"))
         assert ("changed since: parallel." in output) == (step > 0), output
     moved, serial = steps_of(tmp_path / "moved"), steps_of(tmp_path / "serial")
-    assert sorted(moved) == sorted(serial) == [1, 2, 3, 4, 5]
+    assert sorted(moved) == sorted(serial) == [*range(1, len(layouts) + 1)]
     for step, seen in serial.items():
         assert moved[step] == pytest.approx(seen, rel=1e-5), f"step {step}"
 
@@ -159,9 +160,9 @@ def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "world_size"),
     [
-        ("--bf16", 1),
+        pytest.param("--bf16", 1, marks=pytest.mark.sweep),
         ("--bf16 --tp 2", 2),
-        ("--optimizer sgd", 1),
+        pytest.param("--optimizer sgd", 1, marks=pytest.mark.sweep),
         (f"{GPT_OSS} --decoupled-min-lr 1e-3 --lr-decay-style cosine", 1),
     ],
 )
@@ -215,11 +216,11 @@ def read_in_the_same_layout(place: Place, argv: list[str], folder: Path) -> Read
 @pytest.mark.parametrize(
     ("layout", "shared_by"),
     [
-        ("--dp 2", 1),
-        ("--tp 2", 2),
+        pytest.param("--dp 2", 1, marks=pytest.mark.sweep),
+        pytest.param("--tp 2", 2, marks=pytest.mark.sweep),
         ("--pp 2", 2),  # but for the small embedding, which is on both stages
-        ("--dp 2 --zero-stage 1", 2),
-        ("--dp 2 --zero-stage 2", 2),
+        pytest.param("--dp 2 --zero-stage 1", 2, marks=pytest.mark.sweep),
+        pytest.param("--dp 2 --zero-stage 2", 2, marks=pytest.mark.sweep),
         ("--dp 2 --zero-stage 3", 2),
         ("--dp 2 --tp 2 --zero-stage 1", 4),
     ],

@@ -234,6 +234,7 @@ def test_a_worker_that_cannot_build_the_tokenizer_says_why(tmp_path: Path) -> No
         preprocess([source], str(tmp_path / "p"), tokenizer=missing_in_workers, workers=2)
 
 
+@pytest.mark.sweep
 def test_workers_know_the_tokenizer_of_a_plug_in(tmp_path: Path) -> None:
     (tmp_path / "alphabet.txt").write_text("abc")
     source = write_texts(tmp_path / "x.jsonl", ["abc", "ba"])

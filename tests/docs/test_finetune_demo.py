@@ -21,6 +21,7 @@ def run(*words: object) -> str:
     return done.stdout
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_the_demonstration_runs_from_a_base_to_exports(tmp_path: Path) -> None:
     text, tokenizer = tmp_path / "text.jsonl", tmp_path / "small.model"

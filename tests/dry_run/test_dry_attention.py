@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import some_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatronish.attention import dropout_attention
@@ -33,7 +34,10 @@ def peak_and_flops(references: Mapping[Any, Reference], *, length: int, window: 
     return recorder.ledger.peak, recorder.parts["build"].flops
 
 
-@pytest.mark.parametrize(("length", "window"), [(512, None), (1000, None), (1000, 100), (40, None)])
+@pytest.mark.parametrize(
+    ("length", "window"),
+    some_of([(512, None), (1000, None), (1000, 100), (40, None)], [(1000, 100), (40, None)]),
+)
 def test_few_blocks_of_attention_with_dropout_have_the_peak_and_the_flops_of_all(
     length: int, window: int | None
 ) -> None:

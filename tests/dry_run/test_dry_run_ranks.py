@@ -55,7 +55,7 @@ def dry_run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_one_rank_of_each_stage_is_reported_as_text_and_as_json(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    done = dry_run("--world-size", "16", "--rank", "all-stages", "--dry-run-report", str(path))
+    done = dry_run("--compile", "--world-size", "16", "--rank", "all-stages", "--dry-run-report", str(path))
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text())
     assert [(each["rank"], each["stage"]) for each in report["ranks"]] == [(0, 0), (8, 1)]
@@ -66,8 +66,10 @@ def test_one_rank_of_each_stage_is_reported_as_text_and_as_json(tmp_path: Path) 
         assert sum(each["host_waits"].values()) == 1
         assert all(sent["bytes"] == sent["expected"] for sent in each["traffic"])
     assert "the host waits for the device 1 times a step" in done.stdout
+    assert done.stdout.count("note: the config asks for --compile, which is left out: ") == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("flag", "layout"),
     [("--compile", ""), ("--cuda-graph", "--tp 1 --pp 1 --hidden-dropout 0 --attention-dropout 0")],
@@ -108,6 +110,7 @@ def test_a_tensor_of_the_cpu_is_not_sent_over_an_axis_of_gpus() -> None:
         leave()
 
 
+@pytest.mark.sweep
 def test_a_reader_that_leaves_ends_a_dry_run_without_a_message() -> None:
     command = f"{sys.executable} {ROOT / 'pretrain_gpt.py'} {' '.join(TINY)} --world-size 4 --rank all-stages"
     done = subprocess.run(f"{command} | head -n 1", shell=True, capture_output=True, text=True, check=False)

@@ -3,7 +3,8 @@
 Each case builds the engine of one rank on fake CUDA tensors, takes a step and computes what hooks do after it; a
 tensor on the wrong device raises. Some also evaluate, take a second step and look for a NaN, and a few generate. The
 cases with fused operators run in other processes than those without: whether there are any is decided where
-operators are imported. `pytest --all-layouts` takes all cases, in which nearly every two features meet that can.
+operators are imported. Every run takes cases in which every value of every feature occurs, `pytest --all-layouts` all:
+in these nearly every two features meet that can.
 """
 
 import fcntl
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dry_cases import CASES, FEW, KERNELS, LAYOUTS, SINGLE, Case, SingleCase, choices
+from dry_cases import CASES, FEW, FURTHER, KERNELS, LAYOUTS, SINGLE, Case, SingleCase, choices
 from dry_generation import ENDS, GENERATIONS, NUM_TOKENS
 from pairwise import covered_pairs, possible_pairs
 from paths import ROOT, TESTS
@@ -54,11 +55,12 @@ WHOLE = {"parameters on the host", "parameters on the host, with copies", "exper
 
 @pytest.fixture(scope="module")
 def numbers(request: pytest.FixtureRequest) -> list[int]:
-    dealt = range(len(CASES)) if request.config.getoption("--all-layouts") else FEW
-    return [*dealt, *range(len(CASES), len(ALL))]
+    if request.config.getoption("--all-layouts"):
+        return [*range(len(ALL))]
+    return [*FEW, *(number for number in range(len(CASES), len(ALL)) if ALL[number].name not in FURTHER)]
 
 
-PARTS = {"assumed": 3, "0": 1}
+PARTS = {"assumed": 2, "0": 1}
 """Processes for each kind of operators: a worker of xdist runs one of them while another goes on with other tests."""
 
 
@@ -192,8 +194,11 @@ def test_model_state_is_what_is_expected_but_for_padding(results: Results) -> No
 
 
 def test_nearly_every_two_features_meet_and_every_value_is_among_the_few() -> None:
+    """Among the few more than half of the pairs meet, too."""
     dealt, some = [case.chosen for case in CASES], [CASES[number].chosen for number in FEW]
     possible = possible_pairs([choices(layout) for layout in LAYOUTS])
     assert len(possible & covered_pairs(dealt)) > 0.95 * len(possible)
-    assert len(possible & covered_pairs(some)) > 0.84 * len(possible)
+    assert len(possible & covered_pairs(some)) > 0.55 * len(possible)
     assert {pair for chosen in dealt for pair in chosen.items()} == {pair for chosen in some for pair in chosen.items()}
+    singles = {case.name for case in SINGLE}
+    assert FURTHER.keys() < singles and {*FURTHER.values()} <= singles - FURTHER.keys()

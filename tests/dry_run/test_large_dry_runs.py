@@ -1,6 +1,6 @@
 """Dry runs of large models: the largest stage in less than a minute each, and every stage of a model of 405B.
 
-The suite runs the smallest and the largest model, `pytest --all-layouts` (and `make dry-runs`) all of them.
+The suite runs the smallest model, `pytest --all-layouts` (and `make dry-runs`) all of them.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
+from sweeps import some_of
 
 from megatronish.ops.build import BuildError, find_compiler
 
@@ -42,16 +43,6 @@ STAGES = {
 }
 
 
-SHORT = ("Llama-3 8B", "1T of SC21")
-
-
-@pytest.fixture(autouse=True)
-def long_ones(request: pytest.FixtureRequest) -> None:
-    is_short = any(name in request.node.name for name in SHORT)
-    if not is_short and not request.config.getoption("--all-layouts"):
-        pytest.skip("long; --all-layouts runs it")
-
-
 def dry_run(flags: str, path: Path) -> dict[str, Any]:
     """The report; a run that takes more than its minute is ended."""
     try:
@@ -73,12 +64,13 @@ def assert_as_expected(rank: dict[str, Any]) -> None:
     assert all(sent["bytes"] == sent["expected"] for sent in rank["traffic"]), rank["traffic"]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", some_of(RUNS, ["Llama-3 8B"]))
 def test_the_largest_stage_of_a_large_model_takes_less_than_a_minute(name: str, tmp_path: Path) -> None:
     (rank,) = dry_run(RUNS[name], tmp_path / "report.json")["ranks"]
     assert_as_expected(rank)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", STAGES)
 def test_every_stage_of_a_model_of_405b_is_built_without_a_whole_copy(name: str, tmp_path: Path) -> None:
     ranks = dry_run(STAGES[name], tmp_path / "report.json")["ranks"]

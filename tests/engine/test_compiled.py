@@ -2,7 +2,7 @@
 
 A layout of two ranks runs code that inductor has made. The others run their graphs with torch's own operations
 (aot_eager), which takes seconds and not minutes: what is ours, where graphs begin and end and what is constant in them,
-is the same. With `pytest --all-layouts` inductor compiles all of `LAYOUTS`.
+is the same. With `pytest --all-layouts` inductor compiles all of `LAYOUTS`, of which every run takes two.
 """
 
 from dataclasses import replace
@@ -14,6 +14,7 @@ from expert_cases import EXPERTS
 from pairwise import Chosen
 from problem import EOD, Problem, Spread
 from ranks import run_ranks
+from sweeps import some_of
 from theorem import Samples, build
 from theorem_cases import choices, problem_of, spread_of
 from torch._dynamo.utils import counters
@@ -56,7 +57,7 @@ def case(layout: Layout, others: Chosen, *, backend: str = "aot_eager") -> tuple
     return problem_of(layout, chosen), replace(spread_of(layout, chosen), compile=backend)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some_of(LAYOUTS, ["tp, sequence parallel", "zb-h1, recomputation"]))
 def test_compiled_ranks_train_what_one_eager_process_trains(name: str, request: pytest.FixtureRequest) -> None:
     assert_equal_to_serial(*case(*LAYOUTS[name], backend=backend_of(name, request)))
 
@@ -73,6 +74,7 @@ def test_compiled_experts_train_what_one_eager_process_trains(request: pytest.Fi
     assert_equal_to_serial(replace(problem, model=model), replace(spread, ep=2))
 
 
+@pytest.mark.sweep
 def test_in_bf16_compiled_layers_are_as_near_to_fp32_as_eager_ones(request: pytest.FixtureRequest) -> None:
     backend = backend_of("bf16", request)
     assert_near_in_half_precision(*case(Layout(), {"family": "llama", "dropout": 0.0}, backend=backend), bf16=True)
@@ -107,11 +109,14 @@ KINDS_OF_MASK: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("name", "kind", "dropout"),
-    [
-        ("one process", "one causal mask", 0.1),
-        ("tp, sequence parallel", "one causal mask", 0.1),
-        *[("one process", kind, rate) for kind in ("ALiBi", "every other layer in a window") for rate in (0.0, 0.1)],
-    ],
+    some_of(
+        [
+            ("one process", "one causal mask", 0.1),
+            ("tp, sequence parallel", "one causal mask", 0.1),
+            *[("one process", kind, rate) for kind in list(KINDS_OF_MASK)[1:] for rate in (0.0, 0.1)],
+        ],
+        [("one process", "ALiBi", 0.0)],
+    ),
 )
 def test_nothing_is_compiled_after_the_first_step(name: str, kind: str, dropout: float) -> None:
     problem, spread = case(*LAYOUTS[name])
@@ -122,7 +127,7 @@ def test_nothing_is_compiled_after_the_first_step(name: str, kind: str, dropout:
         assert counted[0] > 0 and counted == counted[:1] * 8
 
 
-@pytest.mark.parametrize("backend", ["unfused", "fused_softmax"])
+@pytest.mark.parametrize("backend", some_of(["unfused", "fused_softmax"], ["fused_softmax"]))
 def test_explicit_probabilities_under_a_window_are_compiled_once(backend: AttentionBackend) -> None:
     problem, spread = case(*LAYOUTS["one process"])
     model = replace(problem.model, num_layers=4, **KINDS_OF_MASK["every other layer in a window"])

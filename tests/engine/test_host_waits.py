@@ -12,6 +12,7 @@ import torch
 from engines import open_job, take_step, world_size_of
 from preference_runs import LORA, Case, Spread, config_of, write_preferences
 from ranks import run_ranks
+from sweeps import further
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatronish.launch.place import Place
@@ -97,10 +98,10 @@ def reads_of_a_step(place: Place, flags: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     "flags",
     [
-        "",
+        further(""),
         "--tp 2 --sequence-parallel --dp 1",
         "--dp 2 --use-distributed-optimizer",
-        "--pp 2 --global-batch-size 8",
+        further("--pp 2 --global-batch-size 8"),
         "--fp16",
     ],
 )
@@ -118,7 +119,7 @@ def test_a_layer_of_experts_waits_once_for_the_sizes_of_its_exchange() -> None:
         assert found == SUMS
 
 
-@pytest.mark.parametrize("size", [2, 6])
+@pytest.mark.parametrize("size", [further(2), 6])
 def test_pairs_wait_once_more_for_their_numbers_however_many_micro_batches(size: int, tmp_path: Path) -> None:
     config = config_of(Case("kto", {}, LORA), Spread(), str(write_preferences(tmp_path)))
     job = TrainingJob.open(config, Mesh.of(config.parallel))

@@ -196,6 +196,12 @@ def test_a_layout_is_measured_into_a_table_json_lines_and_a_picture(tmp_path: Pa
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_data_ranks_are_what_is_left_of_the_ranks_that_were_started() -> None:
+    assert LinkArguments().layout(2) == Layout(dp=2)
+    assert LinkArguments(tp=2, cp=2).layout(8) == Layout(tp=2, cp=2, dp=2)
+
+
+@pytest.mark.sweep
 def test_under_torchrun_the_data_ranks_are_what_is_left(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     flags = ["--collectives", "broadcast", "--max-bytes", "4K", "--runs", "2", "--json", "links.jsonl"]
@@ -219,14 +225,16 @@ def bench_in_a_shell(flags: str, *, then: str = "") -> subprocess.CompletedProce
 
 
 def test_fewer_sizes_than_a_line_needs_are_said_in_place_of_the_fits() -> None:
-    done = bench_in_a_shell("--dp 2 --collectives broadcast all_to_all_v --max-bytes 4K --runs 2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(
+    arguments = LinkArguments(dp=2, collectives=("broadcast", "all_to_all_v"), max_bytes="4K", runs=2)
+    (status, output), _ = run_ranks(2, bench_on, arguments, Layout(dp=2))
+    assert status == 0
+    assert output.endswith(
         "\nno fit: 2 sizes of 3 that a line needs; give a larger --max-bytes, or a smaller --min-bytes or --factor\n"
     )
-    assert "alpha us" not in done.stdout
+    assert "alpha us" not in output
 
 
+@pytest.mark.sweep
 def test_a_reader_that_leaves_ends_the_measurement_without_a_message() -> None:
     done = bench_in_a_shell("--dp 2 --max-bytes 4K --runs 2", then="| head -n 1")
     assert done.stdout.startswith("axis") and done.stdout.count("\n") == 1

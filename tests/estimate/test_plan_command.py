@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from sweeps import further
 
 from megatronish.commands.plan import main, split
 from megatronish.config.check import refuse_unrunnable_plans
@@ -82,7 +83,7 @@ def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
         (["--explain", "tq=4"], "tq is no part of a layout; did you mean tp=?"),
         (["--explain", "tp=four"], "tp needs a whole number"),
         (["--explain", "schedule=fast"], "schedule must be one of gpipe, 1f1b"),
-        (["--explain", "99"], "--explain 99 is no row of the list"),
+        further((["--explain", "99"], "--explain 99 is no row of the list")),
         (["--calibrate", "nowhere.json"], "--calibrate nowhere.json cannot be read"),
         (["--hiden-size", "64"], "--hiden-size is not a flag; did you mean --hidden-size?"),
         (["--write", "/nowhere/plan.toml"], "--write /nowhere/plan.toml cannot be written"),
@@ -104,17 +105,7 @@ def test_impossible_requests_are_one_sentence_each(
 
 
 def test_what_does_not_fit_names_what_is_missing_and_the_cheapest_change(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--config",
-        str(ROOT / "configs/llama-70b.toml"),
-        "--vocab-size",
-        "128256",
-        "--gpus",
-        "16",
-        "--device",
-        "a100-sxm-40",
-    ]
-    status, _, err = plan(*words, capsys=capsys)
+    status, _, err = plan(*SMALL[:4], "--gpus", "2", "--device", "a100-sxm-40", capsys=capsys)
     assert status == 2
     assert "lacks" in err and "most are" in err
     assert err.rstrip().endswith(("--zero3-in-pipelines", "which is slower", "--gpus 32"))
@@ -126,10 +117,10 @@ LLAMA_70B = ["--config", str(ROOT / "configs/llama-70b.toml"), "--vocab-size", "
 @pytest.mark.parametrize(
     "words",
     [
-        ["--gpus", "8", "--device", "b200", "--global-batch-size", "8"],
+        further(["--gpus", "8", "--device", "b200", "--global-batch-size", "8"]),
         ["--gpus", "64", "--optimizer-cpu-offload", "--explain", "tp=8,pp=8,sp,zero=1"],
         ["--gpus", "64", "--param-cpu-offload", "--explain", "tp=8,sp,zero=3"],
-        ["--gpus", "8", "--adapter-type", "lora", "--load", "x"],
+        further(["--gpus", "8", "--adapter-type", "lora", "--load", "x"]),
         ["--gpus", "2", "--adapter-type", "lora", "--load", "x", "--quantize-base", "nf4", "--global-batch-size", "16"],
     ],
     ids=" ".join,
@@ -142,13 +133,13 @@ def test_the_layout_of_the_file_is_no_reason_to_refuse(words: list[str], capsys:
 
 
 def test_remedies_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, err = plan(*LLAMA_70B, "--gpus", "64", "--explain", "tp=1", capsys=capsys)
+    _, _, err = plan(*LLAMA_70B, "--gpus", "16", "--explain", "tp=1", capsys=capsys)
     assert "no single change makes it fit; leave --explain out, which lists layouts that do" in err
     _, _, err = plan(*LLAMA_70B, "--gpus", "7", "--global-batch-size", "112", capsys=capsys)
     assert err.rstrip().endswith("use --gpus 16")
     (tmp_path / "tiny.toml").write_text('[tiny]\nlike = "h100-sxm"\nmemory_gib = 1e-9\n')
-    words = ["--gpus", "64", "--device", str(tmp_path / "tiny.toml"), "--explain", "tp=8,pp=8,sp"]
-    status, _, err = plan(*LLAMA_70B[:4], *words, capsys=capsys)
+    words = ["--gpus", "4", "--device", str(tmp_path / "tiny.toml"), "--explain", "tp=2,pp=2,sp"]
+    status, _, err = plan(*SMALL[:4], *words, capsys=capsys)
     assert status == 2
     assert "use devices of 80 GiB, such as a100-sxm" in err
 

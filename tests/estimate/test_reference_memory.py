@@ -6,6 +6,7 @@ import pytest
 from held_bytes import bytes_held
 from preference_runs import LORA, MODEL
 from ranks import run_ranks
+from sweeps import further
 
 from megatronish.config.config import Config
 from megatronish.config.sections.finetuning import AdapterConfig, PreferenceConfig
@@ -51,9 +52,9 @@ def held(place: Place, config: Config) -> int:
     [
         (ParallelConfig(), AdapterConfig()),
         (ParallelConfig(), QLORA),  # of which the reference is not quantised
-        (ParallelConfig(tensor_model_parallel_size=2), LORA),
+        further((ParallelConfig(tensor_model_parallel_size=2), LORA)),
         (ParallelConfig(data_parallel_size=2, zero_stage=3), LORA),
-        (ParallelConfig(pipeline_model_parallel_size=2), AdapterConfig()),
+        further((ParallelConfig(pipeline_model_parallel_size=2), AdapterConfig())),
     ],
     ids=["whole", "qlora", "tp", "zero-3", "pp"],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import searches
 from searches import CASES, search_of
+from sweeps import further, some_of
 
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of
 from megatronish.estimate.costs.memory import expected_memory
@@ -28,20 +29,29 @@ def searched(session_folder: Path) -> Find:
     return lambda name: (search_of(name), searches.searched(name, session_folder).result)
 
 
-def test_fifty_thousand_layouts_take_seconds(session_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "layouts", "most"), [further(("gpt3-175b", 50_000, 20_000_000)), ("llama-70b", 45_000, 12_000_000)]
+)
+def test_fifty_thousand_layouts_take_seconds(name: str, layouts: int, most: int, session_folder: Path) -> None:
     """10 s of a slow core for 17 million calls: of these two, calls are the same on every machine, busy or not."""
-    tried, calls = searches.searched(searches.COUNTED, session_folder)
+    tried, calls = searches.searched(name, session_folder)
     assert calls is not None
     print(f"{tried.legal:,} layouts, {len(tried.found):,} fit, {calls / 1e6:.1f} million calls")
-    assert tried.legal > 50_000
-    assert calls < 20_000_000
+    assert tried.legal > layouts
+    assert calls < most
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_of(CASES, ["llama-70b"]))
 def test_what_is_found_is_accepted_by_the_real_rules(name: str, searched: Find) -> None:
     search, tried = searched(name)
     chosen = random.Random(1).sample(tried.found, 15)
     for each in chosen:
+        assert complaints(config_of(search.config, each.candidate)) == [], each.candidate
+
+
+def test_what_is_found_of_experts_on_few_devices_is_accepted_by_the_real_rules() -> None:
+    search = search_of("qwen3-30b-a3b", gpus=8)
+    for each in random.Random(1).sample(search.run().found, 15):
         assert complaints(config_of(search.config, each.candidate)) == [], each.candidate
 
 
@@ -101,7 +111,7 @@ def test_printed_memory_is_the_peak(searched: Find) -> None:
     assert (fullest.stage, fullest.memory.total) == (peaks.index(max(peaks)), max(peaks))
 
 
-@pytest.mark.parametrize("name", ["gpt3-175b", "llama-70b"])
+@pytest.mark.parametrize("name", some_of(["gpt3-175b", "llama-70b"], ["llama-70b"]))
 def test_the_closed_form_of_a_pipeline_is_near_the_simulator(name: str, searched: Find) -> None:
     search, tried = searched(name)
     pipelines = [each for each in tried.found if each.candidate.mesh.pp > 1]
@@ -177,14 +187,14 @@ def test_what_is_known_of_the_error_widens_the_interval() -> None:
 
 def test_the_short_list_has_different_meshes_and_a_conventional_layout(searched: Find) -> None:
     search, _ = searched("llama-70b")
-    chosen = short_list(search, number=4)
+    chosen = short_list(search, number=3)
     meshes = [each.candidate.mesh for each in chosen.planned]
-    assert len(set(meshes[:4])) == 4
+    assert len(set(meshes[:3])) == 3
     assert chosen.conventional is not None
     usual = chosen.planned[chosen.conventional].candidate
     assert (usual.mesh.tp, usual.mesh.cp, usual.zero) == (8, 1, 1)
     assert all(each.step.low <= each.step.high for each in chosen.planned)
-    ends = [each.step.high for each in chosen.planned[:4]]
+    ends = [each.step.high for each in chosen.planned[:3]]
     assert ends == sorted(ends)
     for each in chosen.planned:
         assert complaints(each.config) == []
@@ -230,8 +240,9 @@ def test_parameters_on_the_cpu_are_planned_with_zero3_alone() -> None:
         assert any(each.candidate.mesh.pp > 1 for each in tried.found) == in_pipelines
 
 
-def test_a_chunk_computes_longer_than_its_transfer_takes(searched: Find) -> None:
-    search, tried = searched("gpt3-175b")
+@pytest.mark.parametrize("name", some_of(["gpt3-175b", "llama-70b"], ["llama-70b"]))
+def test_a_chunk_computes_longer_than_its_transfer_takes(name: str, searched: Find) -> None:
+    search, tried = searched(name)
     for each in random.Random(4).sample([one for one in tried.found if one.candidate.schedule == "interleaved"], 20):
         times, _ = search.clock.stage_times(each.candidate, search.stages(each.candidate))
         assert times.forward / each.candidate.chunks > search.clock.hop(each.candidate)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,13 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from conversions import logits_of, to_hf, to_ours
-from jobs import state_of, tiny, train_on_ranks
+from jobs import run_job, state_of, tiny, train_on_ranks
 from paths import GOLDEN, ROOT
 from ranks import wait_until
 from safetensors.torch import load_file
 
 from megatronish.commands.convert import ConvertArguments as Arguments
-from megatronish.commands.convert import run
+from megatronish.commands.convert import main, run
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import RunError, UserError
 from megatronish.formats import native, tokenizer_files
@@ -258,17 +257,12 @@ def test_flags_that_would_do_nothing_are_refused(tmp_path: Path, options: dict[s
     assert not (tmp_path / "save").exists()
 
 
-def run_tool(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "tools/convert_checkpoint.py", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
 def test_what_the_user_can_mend_ends_with_one_sentence_and_status_2(tmp_path: Path) -> None:
-    done = run_tool(["--from", "hf", "--to", "megatronish", "--load", str(tmp_path), "--save", str(tmp_path / "save")])
-    assert done.returncode == 2
-    assert done.stderr.strip().count("\n") == 0
-    assert "holds no config.json" in done.stderr
+    words = ["--from", "hf", "--to", "megatronish", "--load", str(tmp_path), "--save", str(tmp_path / "save")]
+    done = run_job(words, tmp_path, main=main)
+    assert done.status == 2
+    assert done.errors.strip().count("\n") == 0
+    assert "holds no config.json" in done.errors
 
 
 HEARS_CTRL_C = """

@@ -97,6 +97,7 @@ def evaluated(place: Place, load: Path, layout: dict[str, int]) -> float:
     return found.loss
 
 
+@pytest.mark.sweep
 def test_evaluation_over_experts_finds_the_same_loss(load: Path) -> None:
     (alone,) = run_ranks(1, evaluated, load, {})
     for layout, ranks in (

@@ -15,6 +15,7 @@ import pytest
 from jobs import SECONDS, run_job, started, steps_of, tiny, train_on_ranks
 from paths import ROOT
 from ranks import wait_until
+from sweeps import further
 
 from megatronish.checkpoint.folder import whole_attempts
 from megatronish.checkpoint.remote import RemotePath
@@ -97,7 +98,7 @@ def test_the_first_rank_of_a_machine_speaks_before_its_agent_ends_it(tmp_path: P
     assert (status, job.errors) == (said if local_rank == 0 else (-signal.SIGTERM, ""))
 
 
-@pytest.mark.parametrize(("flags", "status"), [("--tp 2", 0), ("--tp 2 --exit-status-if-stopped 143", 143)])
+@pytest.mark.parametrize(("flags", "status"), [further(("--tp 2", 0)), ("--tp 2 --exit-status-if-stopped 143", 143)])
 def test_a_run_that_was_asked_to_leave_says_so_by_its_status(tmp_path: Path, flags: str, status: int) -> None:
     run_dir = tmp_path / "run"
     with started(tiny(run_dir, f"{flags} {ENDLESS}"), tmp_path) as job:

@@ -13,6 +13,7 @@ import pytest
 from jobs import SECONDS, steps_of, tiny, train_on_ranks
 from paths import ROOT
 from ranks import is_running, wait_until
+from sweeps import some_of
 
 from megatronish.train.folder import last_step
 
@@ -55,6 +56,7 @@ def agent_of(tmp_path: Path, flags: str) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_a_killed_worker_is_started_again_and_nothing_is_lost(agent: subprocess.Popen[bytes], tmp_path: Path) -> None:
     metrics, told = tmp_path / "run" / "metrics.jsonl", tmp_path / "errors"
@@ -90,12 +92,23 @@ def starts_of_a_killed_run(tmp_path: Path, flags: str, *, last: int) -> list[int
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-def test_a_restart_goes_back_to_a_step_once(tmp_path: Path) -> None:
-    """Ranks of all attempts find one name of the launch in the store of their agent; the next torchrun has another."""
+@pytest.mark.parametrize("starts_again", some_of([False, True], [False]))
+def test_a_restart_goes_back_to_a_step_once(tmp_path: Path, starts_again: bool) -> None:
+    """Ranks of all attempts find one name of the launch in the store of their agent; the next torchrun has another.
+
+    And nothing is lost: losses are those of a run that was left in peace.
+    """
     flags = "--save-interval 2 --lr-decay-iters 6"
     train_on_ranks(tiny(tmp_path / "run", f"--train-iters 4 {flags}"))
     back, resumed = starts_of_a_killed_run(tmp_path, f"--train-iters 40 {flags} --ckpt-step 2", last=38)
     assert back == 2 and resumed >= 4
+    train_on_ranks(tiny(tmp_path / "calm", f"--train-iters 40 {flags}"))
+    seen, calm = steps_of(tmp_path / "run"), steps_of(tmp_path / "calm")
+    assert sorted(seen) == sorted(calm)
+    for step, values in calm.items():
+        assert seen[step] == pytest.approx(values, rel=1e-5)
+    if not starts_again:
+        return
     log = tmp_path / "run/logs/rank_0.log"
     log.unlink()
     with agent_of(tmp_path, f"--train-iters 42 {flags} --ckpt-step 2"):

@@ -29,6 +29,7 @@ def _free_port(address: str) -> str:
         return str(listener.getsockname()[1])
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not all(map(_can_bind, ADDRESSES)), reason="needs two loopback addresses; macOS has one")
 def test_two_nodes_train_as_one_and_rank_zero_speaks_for_all(tmp_path: Path) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

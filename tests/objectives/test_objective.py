@@ -6,6 +6,7 @@ import pytest
 from engines import NO_DROPOUT, world_size_of
 from jobs import tiny
 from ranks import run_ranks
+from sweeps import further
 from torch import Tensor
 
 from megatronish.config.read import read_config
@@ -64,10 +65,10 @@ def train(place: Place, flags: str) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize(
     "layout",
     [
-        "--dp 2 --tp 2 --sequence-parallel",
+        further("--dp 2 --tp 2 --sequence-parallel"),
         "--pp 2 --pipeline-schedule zb-h1",
         "--cp 2 --dp 2 --zero-stage 2",
-        "--tp 2 --pp 2",
+        further("--tp 2 --pp 2"),
     ],
 )
 def test_an_objective_with_two_sums_is_the_same_in_every_layout(layout: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from jobs import checkpoints_of, state_of, steps_of, tiny, train_on_ranks
 from plugged import plug
 from ranks import run_ranks
+from sweeps import some_of
 from torch import Tensor
 
 from megatronish.config.config import Config
@@ -72,7 +73,10 @@ def assert_same_steps(one: Path, other: Path) -> None:
             assert mine[name] == pytest.approx(theirs[name], rel=RTOL), (mine["step"], name)
 
 
-@pytest.mark.parametrize("name", RUNS)
+CHOSEN = ["lion, ZeRO-3", "z-loss, cp 2", "block, tp 2 sp", "everything"]
+
+
+@pytest.mark.parametrize("name", some_of(RUNS, CHOSEN))
 def test_what_a_plug_in_adds_trains_in_parallel_what_one_process_trains(tmp_path: Path, name: str) -> None:
     flags, layout, world_size = RUNS[name]
     train_on_ranks(tiny(tmp_path / "one", f"{flags} --train-iters 3"))

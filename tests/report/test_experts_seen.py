@@ -39,11 +39,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("--dp 2 --ep 2", marks=pytest.mark.sweep),  # as with pp 2
+        pytest.param("--dp 2 --ep 2", marks=pytest.mark.sweep),
         "--tp 2 --ep 2 --etp 1 --sequence-parallel",
-        "--cp 2 --ep 2",
+        pytest.param("--cp 2 --ep 2", marks=pytest.mark.sweep),
         pytest.param("--cp 2 --tp 2 --ep 2 --etp 2", marks=pytest.mark.sweep),
-        "--pp 2 --dp 2 --ep 2",
+        pytest.param("--pp 2 --dp 2 --ep 2", marks=pytest.mark.sweep),
         pytest.param(
             "--pp 2 --tp 2 --ep 2 --etp 1 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
             marks=pytest.mark.sweep,

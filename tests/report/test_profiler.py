@@ -70,10 +70,10 @@ COMMUNICATION = {f"communication {axis}" for axis in ("tp", "cp", "dp", "pp", "e
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [
-        ("", 1, set()),
+        pytest.param("", 1, set(), marks=pytest.mark.sweep),
         ("--tp 2 --sequence-parallel", 2, {"communication tp"}),
         pytest.param("--dp 2 --use-distributed-optimizer", 2, {"communication dp"}, marks=pytest.mark.sweep),
-        ("--dp 2 --zero-stage 3", 2, {"communication dp"}),
+        pytest.param("--dp 2 --zero-stage 3", 2, {"communication dp"}, marks=pytest.mark.sweep),
         ("--pp 2 --pipeline-schedule 1f1b", 2, {"communication pp", "pipeline bubble"}),
         pytest.param("--cp 2", 2, {"communication cp", "communication dp"}, marks=pytest.mark.sweep),
         ("--dp 2 --ep 2 --num-experts 4 --moe-router-topk 2", 2, {"communication ep", "communication dp"}),

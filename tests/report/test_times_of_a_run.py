@@ -31,6 +31,7 @@ def plant_slow(rank: int, seconds: float) -> None:
     TransformerBlock.forward = slow  # type: ignore[method-assign]
 
 
+@pytest.mark.sweep
 def test_a_slow_rank_is_named_and_no_other(tmp_path: Path) -> None:
     flags = "--dp 2 --tp 2 --train-iters 14 --straggler-interval 6 --micro-batch-size 2"
     ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=plant_slow, plant_args=(2, 0.2))

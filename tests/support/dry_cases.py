@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from pairwise import Chosen, Pair, covered_pairs, pairwise, possible_pairs
+from pairwise import Chosen, one_of_each, pairwise
 
 from megatronish.core.layout import Layout
 
@@ -167,26 +167,8 @@ def cost_of(case: Case) -> float:
     return layers * passes * min(case.num_microbatches, case.layout.pp + 1)
 
 
-def few(cases: Sequence[Case], share: float) -> list[int]:
-    """Numbers of cheap cases in which every value occurs and such a share of all pairs meet.
-
-    Each adds much to those before it for what it costs.
-    """
-    possible = possible_pairs([choices(case.layout) for case in cases])
-    values = {item for case in cases for item in case.chosen.items()}
-    found: list[int] = []
-    met: set[Pair] = set()
-    while len(met & possible) < share * len(possible) or values:
-        left = [number for number in range(len(cases)) if number not in found]
-        worth = {n: len(covered_pairs([cases[n].chosen]) - met) / cost_of(cases[n]) ** 0.7 for n in left}
-        found.append(max(left, key=lambda number: worth[number]))
-        met |= covered_pairs([cases[found[-1]].chosen])
-        values -= cases[found[-1]].chosen.items()
-    return sorted(found)
-
-
-FEW = few(CASES, 0.85)
-"""Numbers of the cases that every run of the suite takes."""
+FEW = sorted(one_of_each([case.chosen for case in CASES], [cost_of(case) ** 0.7 for case in CASES]))
+"""Numbers of the cases that every run of the suite takes: cheap ones, in which every value of every feature occurs."""
 
 
 class SingleCase(NamedTuple):
@@ -350,3 +332,15 @@ SINGLE = [
     ),
 ]
 """What a pairwise deal has no room for."""
+FURTHER = {
+    "a window by SDPA": "a window by SDPA over cp",
+    "documents by SDPA, recomputed": "documents by SDPA",
+    "4 bits": "4 bits under ZeRO-3",
+    "expert bias": "experts offloaded",
+    "global balance": "experts offloaded",
+    "ZeRO-2 without overlap, recomputed": "ZeRO-2 without overlap",
+    "ZeRO-3 with rows for some": "ZeRO-3 with rows to pad",
+    "ZeRO-3 of few layers with experts": "ZeRO-3 with rows to pad",
+    "parameters on the host": "parameters on the host, with copies",
+}
+"""Of these only `pytest --all-layouts` runs those at the left, which differ little from those at the right."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from golden_runs import FOLDER, NUM_STEPS, RUNS, Golden, run
+from sweeps import some_of
 
 
 class Tolerance(NamedTuple):
@@ -39,7 +40,7 @@ def test_a_run_repeats_the_losses_of_the_commits_before(tmp_path: Path, name: st
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=allowed.norm), f"step {theirs.step}"
 
 
-@pytest.mark.parametrize("name", ["dropout", "zero2"])
+@pytest.mark.parametrize("name", some_of(["dropout", "zero2"], ["zero2"]))
 def test_a_run_is_the_same_to_the_bit_when_it_is_repeated_here(tmp_path: Path, name: str) -> None:
     first, second = (run(name, tmp_path / each) for each in ("first", "second"))
     assert list(map(str, first.steps)) == list(map(str, second.steps))

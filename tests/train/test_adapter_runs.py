@@ -6,6 +6,7 @@ import pytest
 from conversions import to_ours
 from jobs import call_main, steps_of, tiny, train_on_ranks
 from saved_runs import read_whole
+from sweeps import some_of
 from test_bad_input import assert_told
 from test_load_hf import LLAMA, llama_tensors, run_of, write_model
 
@@ -84,7 +85,10 @@ def test_a_step_of_the_base_may_be_named_and_a_run_with_adapters_is_no_base(tmp_
         assert_told(seen, "holds the adapters of", "start that run again to continue it", "convert --adapter")
 
 
-@pytest.mark.parametrize(("layout", "size"), [("--tp 2 --sequence-parallel", 2), ("--pp 2 --dp 2 --zero-stage 2", 4)])
+MOVES = [("--tp 2 --sequence-parallel", 2), ("--pp 2 --dp 2 --zero-stage 2", 4)]
+
+
+@pytest.mark.parametrize(("layout", "size"), some_of(MOVES, MOVES[1:]))
 def test_a_run_goes_on_in_another_layout(
     tmp_path: Path, adapted: tuple[Path, str], base: Path, layout: str, size: int
 ) -> None:

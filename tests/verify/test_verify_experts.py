@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import Finished, run_job, tiny
+from sweeps import further
 from torch import Tensor
 
 from megatronish.commands import verify as verify_layout
@@ -28,7 +29,7 @@ def verify(folder: Path, flags: str, **options: object) -> Finished:
     "layout",
     [
         "--dp 2 --ep 2",
-        "--tp 2 --cp 2 --ep 2 --etp 1 --zero-stage 3 --recompute-granularity full",
+        further("--tp 2 --cp 2 --ep 2 --etp 1 --zero-stage 3 --recompute-granularity full"),
         "--tp 2 --pp 2 --etp 2 --sequence-parallel --moe-expert-capacity-factor 0.75 --pipeline-schedule zb-h1",
     ],
 )

@@ -36,6 +36,7 @@ def hang(folder: Path, kind: str, *, flags: str = LAYOUT, status: int = 1, **opt
     return ended.errors
 
 
+@pytest.mark.sweep
 def test_a_rank_that_is_stopped_is_named_with_the_collective_that_it_lacks(tmp_path: Path) -> None:
     errors = hang(tmp_path, "stopped")
     assert re.match(
@@ -58,17 +59,20 @@ def test_a_rank_that_hangs_in_a_layer_is_named_with_its_stack(tmp_path: Path) ->
     assert "It is in step 9. Its stack: tests/support/hangs.py" in errors
 
 
+@pytest.mark.sweep
 def test_a_rank_that_waits_for_data_is_named_with_the_stack_of_its_loader(tmp_path: Path) -> None:
     errors = hang(tmp_path, "in_loader", flags=f"{LAYOUT} --num-workers 1")
     assert re.search(r"rank 1 \(tp 1\) has not entered .* It is waiting for the data of step 9", errors), errors
     assert re.search(r"The stack of the thread that it waits for: tests/support/hangs.py:\d+ sleep", errors), errors
 
 
+@pytest.mark.sweep
 def test_a_save_that_hangs_in_the_background_is_named(tmp_path: Path) -> None:
     errors = hang(tmp_path, "in_save", flags=f"{LAYOUT} --async-save")
     assert re.search(r"rank 1 .* is saving the checkpoint of step 12, in the background. Its stack", errors), errors
 
 
+@pytest.mark.sweep
 def test_a_rank_that_does_not_leave_at_the_end_is_named(tmp_path: Path) -> None:
     errors = hang(tmp_path, "at_end", flags="--tp 2 --train-iters 4")
     assert (
@@ -89,6 +93,7 @@ def test_a_rank_that_ends_with_zero_too_early_has_failed(tmp_path: Path) -> None
     assert health["phase"].startswith("failed: rank 1 failed: it ended with status 0"), health
 
 
+@pytest.mark.sweep
 def test_ranks_that_are_all_stopped_are_named_by_their_launcher(tmp_path: Path) -> None:
     errors = hang(tmp_path, "all_stopped")
     for rank in range(2):
@@ -162,6 +167,7 @@ def test_a_reader_that_stops_reading_ends_no_run(tmp_path: Path) -> None:
     assert " iteration       40/      40 " in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
+@pytest.mark.sweep
 def test_a_rank_names_the_stopped_one_that_keeps_the_store_in_which_they_meet(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

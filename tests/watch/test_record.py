@@ -8,6 +8,7 @@ import pytest
 import torch
 from jobs import be_rank, tiny
 from ranks import run_ranks
+from sweeps import some_of
 
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
@@ -37,7 +38,7 @@ def train_and_read(place: Place, argv: list[str]) -> dict[str, list[Collective]]
     return read_ring(Path(place.rendezvous.removeprefix("file://") + ".watch") / f"ring_{place.rank}", place.rank)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_of(LAYOUTS, LAYOUTS[3:]))
 def test_ranks_of_a_sound_run_have_made_the_same_collectives(tmp_path: Path, layout: str) -> None:
     argv = tiny(tmp_path, f"{layout} --train-iters 2")
     rings = run_ranks(4, train_and_read, argv)

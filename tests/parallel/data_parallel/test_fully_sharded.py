@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from engines import evaluated
 from jobs import run_job, tiny
 from ranks import run_ranks
+from sweeps import further, some_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -131,8 +133,10 @@ def keep(place: Place, flags: str) -> Kept:
     )
 
 
-@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full --recompute-num-layers 2"])
-@pytest.mark.parametrize("chunks", [1, 2])
+FULL = "--recompute-granularity full --recompute-num-layers 2"
+
+
+@pytest.mark.parametrize(("chunks", "recompute"), some_of(product((1, 2), ("", FULL)), [(1, ""), (2, FULL)]))
 def test_a_rank_keeps_rows_alone_and_gathers_each_unit_once_a_pass(recompute: str, chunks: int) -> None:
     """Two layers and the rest of the stage, over four micro-batches; every forward of a chunk takes in the rest."""
     interleaved = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
@@ -184,7 +188,7 @@ def test_one_process_computes_the_same_bits_with_it_and_without(flags: str) -> N
 
 # Each rank rounds the gradients of its micro-batches to bf16, in both stages; after that all is fp32. Only the order of
 # the sums differs, and a loss that this moves by a rounding of fp32 can turn a rounding to bf16 in the next step.
-@pytest.mark.parametrize("layout", ["--dp 4 --dp-replicate 2", "--dp 2 --tp 2 --sequence-parallel --pp 2"])
+@pytest.mark.parametrize("layout", ["--dp 4 --dp-replicate 2", further("--dp 2 --tp 2 --sequence-parallel --pp 2")])
 def test_in_bf16_it_trains_what_stage_0_trains(layout: str) -> None:
     flags = f"{layout.replace('--dp-replicate 2', '')} --bf16 --global-batch-size 8 --num-layers 4 {SGD}"
     size = 8 if "--tp" in layout else 4
@@ -204,11 +208,11 @@ class PartlyFrozen(TransformerBlock):
 @pytest.mark.parametrize(
     "layout",
     [
-        "--dp 3 --zero-stage 3",
+        further("--dp 3 --zero-stage 3"),
         "--dp 2 --tp 2 --zero-stage 3 --optimizer-cpu-offload",
         "--dp 2 --tp 2 --sequence-parallel --zero-stage 2",
         "--dp 2 --pp 2 --zero-stage 1 --pipeline-schedule zb-h1",
-        "--dp 2 --tp 2",
+        further("--dp 2 --tp 2"),
     ],
 )
 def test_what_is_frozen_stays_and_the_rest_learns(layout: str) -> None:

@@ -15,6 +15,7 @@ from engines import NO_DROPOUT, Shape, open_job, shape_of, take_step, world_size
 from jobs import tiny
 from paths import ROOT
 from ranks import run_ranks
+from sweeps import some_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -133,9 +134,19 @@ CASES = [
     "--dp 2 --zero-stage 2 --bf16 --grad-reduce-in-bf16",
     "--cp 2 --pp 2 --zero-stage 2 --bf16 --optimizer sgd",
 ]
+FURTHER = [
+    *(f"--zero-stage {stage} --bf16" for stage in (0, 2)),
+    *(f"--dp 2 --zero-stage {stage} --bf16" for stage in range(4)),  # as with four ranks
+    *(f"--dp 2 --zero-stage {stage} " for stage in (0, 2)),
+    "--dp 2 --zero-stage 1 --fp16 --loss-scale 16",
+    *(f"--dp 4 --dp-replicate 2 --zero-stage {stage} --bf16" for stage in (1, 2)),
+    *(f"--dp 2 --zero-stage {stage} --bf16 --optimizer-cpu-offload" for stage in (1, 2)),
+    *(f"--dp 2 --tp 2 --sequence-parallel --zero-stage {stage} --bf16" for stage in (0, 2)),
+]
+"""Each differs in one number from another case of its stage."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_of(CASES, [case for case in CASES if case not in FURTHER]))
 def test_a_rank_holds_what_the_formula_says_and_nothing_beside(case: str) -> None:
     flags = f"{case} {SMALL} {NO_DROPOUT}"
     ranks = run_ranks(world_size_of(flags), hold, flags)

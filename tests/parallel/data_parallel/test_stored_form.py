@@ -10,6 +10,7 @@ from engines import world_size_of
 from jobs import tiny
 from ranks import run_ranks
 from saved_runs import read_whole
+from sweeps import some_of
 from torch import Tensor, nn
 
 from megatronish.checkpoint.load import load_tensors
@@ -102,9 +103,10 @@ def train(place: Place, flags: str, folder: Path) -> tuple[list[tuple[float, flo
     return found, norm
 
 
-@pytest.mark.parametrize(
-    "layout", ["--dp 2 --tp 2", "--dp 4 --zero-stage 2", "--pp 2 --dp 2 --zero-stage 1 --pipeline-schedule zb-h1"]
-)
+LAYOUTS = ["--dp 2 --tp 2", "--dp 4 --zero-stage 2", "--pp 2 --dp 2 --zero-stage 1 --pipeline-schedule zb-h1"]
+
+
+@pytest.mark.parametrize("layout", some_of(LAYOUTS, LAYOUTS[::2]))
 def test_int8_weights_are_trained_around_saved_and_loaded_in_every_layout(tmp_path: Path, layout: str) -> None:
     flags = "--num-layers 2 --seq-length 16"
     ((expected, norm),) = run_ranks(1, train, flags, tmp_path / "one")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from jobs import call_main, tiny, train_on_ranks
+from sweeps import further
 
 from megatronish.parallel.schedules.recorded import Recorded
 from megatronish.parallel.schedules.table import SCHEDULES
@@ -13,7 +14,9 @@ from megatronish.parallel.schedules.table import SCHEDULES
 FLAGS = "--num-layers 4 --profile-schedule --profile-step-start 2 --profile-step-end 4 --train-iters 4"
 
 
-@pytest.mark.parametrize(("schedule", "layout"), [("1f1b", "--dp 2 --pp 2"), ("zb-v", "--tp 2 --cp 2 --pp 2 --dp 1")])
+@pytest.mark.parametrize(
+    ("schedule", "layout"), [("1f1b", "--dp 2 --pp 2"), further(("zb-v", "--tp 2 --cp 2 --pp 2 --dp 1"))]
+)
 def test_steps_are_recorded_as_they_ran(schedule: str, layout: str, tmp_path: Path) -> None:
     world_size = 4 if schedule == "1f1b" else 8
     train_on_ranks(tiny(tmp_path, f"{FLAGS} {layout} --pipeline-schedule {schedule}"), world_size=world_size)
