@@ -13,6 +13,7 @@ from megatronish.config.model_source import implied_tokenizer
 from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import ChatConfig, ChatFormat, DataConfig, TrainOn
 from megatronish.core.errors import UserError
+from megatronish.core.files import unwritten
 from megatronish.tokenizer.names import tokenizer_type
 
 
@@ -99,7 +100,7 @@ def run(arguments: AuditArguments) -> int:
         try:
             arguments.html.write_text(audit.html(), encoding="utf-8")
         except OSError as error:
-            raise UserError(f"--html {arguments.html} cannot be written: {error.strerror}; choose another") from error
+            raise unwritten(f"--html {arguments.html}", arguments.html, error) from error
     return 0
 
 

@@ -10,12 +10,12 @@ class BadLines:
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
-        self._count = 0
+        self.count = 0
 
     def tell(self, message: str) -> None:
         """Count a bad line, and write it if it is one of the first."""
-        self._count += 1
-        if self._count <= MAX_TOLD:
+        self.count += 1
+        if self.count <= MAX_TOLD:
             self._write(f"bad line {message}")
-        elif self._count == MAX_TOLD + 1:
+        elif self.count == MAX_TOLD + 1:
             self._write("more bad lines are counted without telling")

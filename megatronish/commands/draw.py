@@ -8,18 +8,20 @@ one micro-batch in one chunk) that each stage holds at most. Times are those of 
 any unit; a chunk takes its share. With --recorded it draws a step as it was, in seconds.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import PluginNames, read_arguments
 from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import UserError
 from megatronish.core.figures import no_matplotlib
+from megatronish.core.files import unwritten
 from megatronish.parallel.schedules.recorded import Recorded
 from megatronish.parallel.schedules.simulate import Costs, simulate
 from megatronish.parallel.schedules.table import SCHEDULES
@@ -120,14 +122,14 @@ def report(timed_plan: TimedPlan, *, is_real: bool) -> str:
 
 def main(argv: Sequence[str], *, program: str = "megatronish draw") -> int:
     """Draw; the exit status, 2 with a message if it cannot be drawn."""
-    try:
-        arguments = read_arguments(DrawArguments, argv, program=program, description=__doc__)
-        import_plugins(arguments.plugin)
-        refuse_arguments(arguments)
-        title, timed_plan = recorded(arguments.recorded) if arguments.recorded else planned(arguments)
-    except UserError as error:
-        print(f"{Path(program).stem}: {error}", file=sys.stderr)
-        return 2
+    return exit_status(partial(_run, argv, program), prefix=f"{Path(program).stem}: ")
+
+
+def _run(argv: Sequence[str], program: str) -> int:
+    arguments = read_arguments(DrawArguments, argv, program=program, description=__doc__)
+    import_plugins(arguments.plugin)
+    refuse_arguments(arguments)
+    title, timed_plan = recorded(arguments.recorded) if arguments.recorded else planned(arguments)
     print(report(timed_plan, is_real=arguments.recorded is not None))
     if arguments.png:
         try:
@@ -137,13 +139,8 @@ def main(argv: Sequence[str], *, program: str = "megatronish draw") -> int:
             arguments.png.parent.mkdir(parents=True, exist_ok=True)
             draw_png(timed_plan, arguments.png, title=title, time="seconds" if arguments.recorded else "time")
         except OSError as error:
-            print(
-                f"{Path(program).stem}: png={arguments.png} cannot be written: {error.strerror or error}",
-                file=sys.stderr,
-            )
-            return 2
+            raise unwritten(f"--png {arguments.png}", arguments.png, error) from error
         except ImportError as error:
-            print(f"{Path(program).stem}: {no_matplotlib(error)}", file=sys.stderr)
-            return 2
+            raise UserError(no_matplotlib(error)) from error
         print(f"\ndrawn into {arguments.png}")
     return 0

@@ -13,7 +13,7 @@ from typing import TextIO
 from megatronish.commands.inference_flags import GenerateArguments
 from megatronish.commands.model_loading import OpenedModel, open_model, sampling_of
 from megatronish.core.errors import UserError
-from megatronish.core.files import ordinary
+from megatronish.core.files import ordinary, unwritten
 from megatronish.data.encoding import read_line
 from megatronish.inference.generate import GeneratedToken, Sampling
 from megatronish.inference.session import Continuation
@@ -133,7 +133,7 @@ def open_output(path: Path) -> TextIO:
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {path} cannot be written: {error.strerror}; choose another") from error
+        raise unwritten(f"--output {path}", path, error) from error
 
 
 def show_one(task: Generation, number: int, following: Sequence[int], file: TextIO | None) -> None:

@@ -19,7 +19,7 @@ from megatronish.compat.importers.deepspeed import from_deepspeed
 from megatronish.compat.importers.imported import Imported, read_object
 from megatronish.config.arguments import read_arguments
 from megatronish.config.marks import at_least, at_most
-from megatronish.core.errors import UserError
+from megatronish.core.files import unwritten
 
 Framework = Literal["deepspeed", "axolotl", "accelerate"]
 
@@ -54,7 +54,7 @@ def _write(output: Path, text: str) -> None:
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error.strerror}; choose another") from error
+        raise unwritten(f"--output {output}", output, error) from error
 
 
 def import_config(framework: Framework, path: Path, *, dp: int | None = None) -> str:

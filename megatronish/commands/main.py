@@ -11,8 +11,10 @@ from importlib.util import find_spec
 from typing import NamedTuple, Protocol, TextIO, cast
 
 from megatronish import __version__
-from megatronish.core.errors import StarredStream, UserError
+from megatronish.core.errors import StarredStream, UserError, without_passwords
+from megatronish.launch.os_errors import mishap
 from megatronish.launch.place import Place
+from megatronish.launch.terminal import name_output, open_streams, widen
 
 PROGRAM = "megatronish"
 NEEDED = (
@@ -42,8 +44,9 @@ def run_script(command: str, *, program: str) -> int:
 
 def ended(work: Callable[[], int]) -> int:
     """Exit status of `work`, also where it is interrupted or its output has no reader; stderr shows no password."""
-    if sys.stderr is None:  # it is closed
-        return _ended(work)
+    open_streams()
+    name_output()
+    widen()
     with redirect_stderr(cast(TextIO, StarredStream(sys.stderr))):
         return _ended(work)
 
@@ -53,9 +56,9 @@ def _ended(work: Callable[[], int]) -> int:
         try:
             status = work()
         except SystemExit:  # after --help
-            _flush()
+            sys.stdout.flush()
             raise
-        _flush()
+        sys.stdout.flush()
         return status
     except UserError as error:
         print(error, file=sys.stderr)
@@ -72,7 +75,10 @@ def _ended(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        return _bug(error)
+        if (sentence := mishap(error)) is None:
+            return _bug(error)
+        print(without_passwords(sentence), file=sys.stderr)
+        return 1
 
 
 def _bug(error: Exception) -> int:
@@ -91,11 +97,6 @@ def _without_environment(error: ModuleNotFoundError) -> str | None:
         f"{', '.join(missing)} {are} not installed for {sys.executable}; make venv makes an environment with "
         "all that is needed, to be used as .venv/bin/python; or pip install megatronish, in a checkout pip install -e ."
     )
-
-
-def _flush() -> None:
-    if sys.stdout is not None:  # it is closed
-        sys.stdout.flush()
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import read_arguments
 from megatronish.core.errors import UserError
+from megatronish.core.files import unwritten
 from megatronish.data.indexed import HEADER, IndexedTokens, IndexedWriter, idx_path
 
 
@@ -103,4 +104,4 @@ def open_writer(prefix: str, *, dtype: np.dtype[Any]) -> IndexedWriter:
     try:
         return IndexedWriter(prefix, dtype=dtype)
     except OSError as error:
-        raise UserError(f"--output-prefix {prefix} cannot be written: {error.strerror}; choose another") from error
+        raise unwritten(f"--output-prefix {prefix}", Path(prefix), error) from error

@@ -24,6 +24,7 @@ from megatronish.config.fields import fields_of
 from megatronish.config.read import read_config
 from megatronish.config.settings import flags_of
 from megatronish.core.errors import UserError
+from megatronish.core.files import unwritten
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of, without_layout
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.planner import calibrate
@@ -262,5 +263,5 @@ def _write(path: Path, text: str, flag: str) -> str:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{flag} {path} cannot be written: {error.strerror}; name another file") from error
+        raise unwritten(f"{flag} {path}", path, error) from error
     return f"written to {path}"

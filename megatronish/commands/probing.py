@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatronish.commands.configuration import read_config
-from megatronish.core.errors import UserError
+from megatronish.core.files import unwritten
 from megatronish.estimate.costs.candidate import Candidate
 from megatronish.estimate.planner.device_speed import Efficiencies, Machine, product_seconds
 from megatronish.estimate.planner.devices import Device
@@ -55,7 +55,7 @@ def _refuse_unwritable(out: Path) -> None:
         with out.open("a", encoding="utf-8"):
             pass
     except OSError as error:
-        raise UserError(f"--probe {out} cannot be written: {error.strerror}; name another file") from error
+        raise unwritten(f"--probe {out}", out, error) from error
 
 
 def achievable_tflops(work: Workload, device: Device, candidate: Candidate, where: torch.device) -> float:

@@ -30,12 +30,24 @@ def read_arguments(
             return tyro.cli(kind, args=argv, prog=program, description=description)
         # An error is printed in spite of console_outputs.
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            return tyro.cli(kind, args=argv, prog=program, console_outputs=False)
+            arguments = tyro.cli(kind, args=argv, prog=program, console_outputs=False)
     except SystemExit as ending:
         if wants_help:
             raise
         problems = [*_problems(kind, argv)] or [said.getvalue() or f"the flags cannot be read ({ending})"]
-        raise UserError("\n".join([*problems[:-1], f"{problems[-1]} ({program} --help lists the flags)"])) from None
+    else:
+        problems = [*_out_of_range(kind, arguments)]
+        if not problems:
+            return arguments
+    raise UserError("\n".join([*problems[:-1], f"{problems[-1]} ({program} --help lists the flags)"])) from None
+
+
+def _out_of_range(kind: type[Any], arguments: object) -> Iterator[str]:
+    """What is wrong with numbers whose flags have a range."""
+    for name, field in fields_of(kind).items():
+        value = getattr(arguments, name)
+        if value is not None and (broken := [bound for bound in field.ranges if not bound.holds(value)]):
+            yield f"{field.flag} {value} {broken[-1].rule}"
 
 
 def _problems(kind: type[Any], argv: Sequence[str]) -> Iterator[str]:

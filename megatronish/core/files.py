@@ -306,6 +306,14 @@ def _is_elsewhere(error: OSError, *folders: Path) -> bool:
     return not any(file.is_relative_to(folder) or folder.is_relative_to(file) for folder in folders)
 
 
+def unwritten(name: str, path: Path, error: OSError) -> RunError | UserError:
+    """What to raise for a file, `name` in the sentence, that could not be written: status 1 where a disk is full."""
+    reason = error.strerror or error
+    if is_misplaced(error):
+        return UserError(f"{name} cannot be written: {reason}; choose another")
+    return RunError(f"{name} cannot be written: {reason}; {remedy_of_writing(error, path.parent)}, or choose another")
+
+
 def _failed(path: Path, error: OSError) -> RunError | UserError:
     if is_misplaced(error):
         return UserError(f"{path} cannot be written: {error.strerror}; no partial file is left; name another place")

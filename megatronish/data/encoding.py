@@ -140,7 +140,8 @@ def encode_all(batches: Iterator[Batch], job: EncodingJob, tokenizer: Encoder, *
         is_done = False
         try:
             for batch in batches:
-                with signals_held():  # it may start a worker, which prints a traceback if that is interrupted
+                # It may start a worker: one of the two prints a traceback if that is interrupted.
+                with signals_held(), _ctrl_c_blocked():
                     under_way.append(pool.submit(_encode_in_worker, batch))
                 if len(under_way) >= 2 * workers:
                     yield under_way.popleft().result()
@@ -185,6 +186,16 @@ def signals_held() -> Iterator[None]:
             signal.raise_signal(received[0])
 
 
+@contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Ctrl-C does not reach processes that are started now: they are in the group of the terminal, too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Worker(NamedTuple):
     """State of a worker process, or why it has none."""
 
@@ -199,7 +210,8 @@ _worker: Worker | None = None
 
 def _start_worker(job: EncodingJob) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    # Ctrl-C is the parent's to answer: it has been blocked since this process was started.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.environ |= {name: value for name, value in ONE_THREAD.items() if name not in os.environ}
     try:

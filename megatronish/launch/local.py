@@ -41,7 +41,7 @@ from megatronish.launch.pulse import Pulses, is_stopped, pulses_of_children
 from megatronish.launch.rank import DISK_SECONDS, INTERRUPTED, Ending, failure, run_here, run_rank
 from megatronish.launch.restarts import Restarts
 from megatronish.launch.slurm import unused_places
-from megatronish.launch.terminal import say, say_at_once
+from megatronish.launch.terminal import open_streams, say, say_at_once
 
 # CUDA is no reason for another method: a driver that the parent never touched does not mind the fork. macOS is: its
 # system libraries do not survive one, and a spawned rank imports torch by itself, a few seconds later.
@@ -89,6 +89,7 @@ def launch(
     that are children of this process, which a single one then is, too; other launchers have restarts of their own. The
     disk of the logs has `patience` seconds to answer.
     """
+    open_streams()
     # 1. What is this process? A rank of another launcher has a place in its environment; a single rank without restarts
     # needs no other process. Everything else forks.
     restarts = restarts or Restarts()

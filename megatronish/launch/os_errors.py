@@ -7,12 +7,15 @@ import contextlib
 import errno
 import os
 import resource
+import tempfile
 from pathlib import Path
 from typing import Final
 
 from megatronish.core.errors import UserError, without_passwords
 from megatronish.core.files import remedy_of_writing
+from megatronish.launch.terminal import OUTPUT
 
+RESUMES = "a training run resumes from its newest checkpoint"
 FEWEST_FILES = 128
 """Descriptors of a rank: 64 suffice for four ranks with pipes, sockets and data."""
 
@@ -39,6 +42,8 @@ OF_USER = frozenset(
 MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
 IN_LIBRARIES: Final = {
     errno.EMFILE: ("Too many open files",),
+    errno.EFBIG: ("File too large",),
+    errno.ENOSPC: ("No space left on device",),
     errno.EAGAIN: (
         "can't start new thread",
         "unable to start watchdog thread",
@@ -72,24 +77,50 @@ def refuse_few_open_files() -> None:
 
 def mishap(error: BaseException) -> str | None:
     """One sentence for a mishap of the machine; None for what may be a bug."""
+    if isinstance(error, OSError) and (sentence := _of_output(error)) is not None:
+        return sentence
     # The numbers of a refused path without a path are those of a connection: EPERM is TLS's, too.
     has_remedy = isinstance(error, OSError) and (error.filename is not None or error.errno not in OF_USER)
     if isinstance(error, OSError) and has_remedy and (error.errno in REMEDIES or error.errno in OF_WRITING):
         name = f"{without_passwords(str(error.filename))[:200]}: " if error.filename is not None else ""
         if error.errno in OF_WRITING:
             place = Path(os.fsdecode(error.filename)).parent if isinstance(error.filename, str | bytes) else None
-            remedy = f"{remedy_of_writing(error, place)}, and start again; training resumes from its newest checkpoint"
+            remedy = f"{remedy_of_writing(error, place)}, and start again; {RESUMES}"
         else:
             remedy = REMEDIES[error.errno]
         return f"{name}{error.strerror or errno.errorcode[error.errno]}; {remedy}"
     reason = str(error).partition("\n")[0]
+    if isinstance(error, ImportError | RuntimeError) and (sentence := _of_address_space(reason)) is not None:
+        return sentence
     if isinstance(error, RuntimeError):
         for number, words in IN_LIBRARIES.items():
             if any(each in reason for each in words):
-                return f"{os.strerror(number)}; {REMEDIES[number]}"
+                remedy = REMEDIES.get(number) or remedy_of_writing(OSError(number, ""), Path(tempfile.gettempdir()))
+                return f"{os.strerror(number)}; {remedy}"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in reason for each in MEMORY)):
         return TOO_LARGE.format(reason=reason.rpartition("] ")[2][:200] or "no reason was given")
     return None
+
+
+def _of_output(error: OSError) -> str | None:
+    """Sentence for standard output that cannot be written; None if it is something else that failed."""
+    if error.filename != OUTPUT:
+        return None
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter tries once more at its end
+    return f"{OUTPUT} cannot be written: {error.strerror}; {remedy_of_writing(error)}, or send it elsewhere"
+
+
+def _of_address_space(reason: str) -> str | None:
+    """Sentence for a limit on the address space (ulimit -v) that is met; None if there is none, or it is not that."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    words = (*MEMORY, "failed to map segment", *IN_LIBRARIES[errno.EAGAIN])
+    if limit == resource.RLIM_INFINITY or not any(each in reason for each in words):
+        return None
+    return (
+        f"the limit on the address space of a process is {limit >> 20:,} MiB (ulimit -v), and libraries and threads "
+        "need more than memory itself: ulimit -v unlimited"
+    )
 
 
 def status_of(error: BaseException) -> int:

@@ -5,8 +5,10 @@ stopped, lines are kept for it up to MOST_BYTES; what comes then is left out and
 """
 
 import contextlib
+import io
 import os
 import select
+import shutil
 import sys
 import threading
 import time
@@ -21,6 +23,59 @@ from megatronish.launch.patience import within
 MOST_BYTES = 2**20  # kept for a reader that has stopped
 PROMPT_SECONDS = 0.2  # for a line, after which the reader has stopped
 LAST_SECONDS = 3.0  # without any progress at the end, after which what is left is given up
+
+
+OUTPUT = "standard output"
+"""Name of the file in errors of standard output."""
+NARROWEST = 40  # columns that help is laid out for: fewer keep its library busy for minutes
+
+
+def open_streams() -> None:
+    """Give a process whose standard streams are closed, as under some daemons, /dev/null in their place.
+
+    A file that is opened next would have their descriptors else, and what is printed would go into it.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
+
+
+class _Output(io.FileIO):
+    """Standard output whose errors say that they are its own."""
+
+    def write(self, data: Any) -> int:
+        """Write the bytes, or a part of them."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:  # no failure: its reader has left
+            raise
+        except OSError as error:
+            error.filename = OUTPUT
+            raise
+
+
+def name_output() -> None:
+    """Have errors of standard output name it, as a full disk that it goes to is not the disk of any other file."""
+    if (out := sys.stdout) is not sys.__stdout__ or not isinstance(out, io.TextIOWrapper):
+        return
+    with contextlib.suppress(OSError):  # a reader that is gone is met again
+        out.flush()
+    buffer = io.BufferedWriter(_Output(1, "w", closefd=False))
+    how: dict[str, Any] = {"line_buffering": out.line_buffering, "write_through": out.write_through}
+    sys.stdout = io.TextIOWrapper(buffer, encoding=out.encoding, errors=out.errors, **how)
+
+
+def widen() -> None:
+    """Have a terminal of very few columns be taken for one of more."""
+    if shutil.get_terminal_size().columns < NARROWEST:
+        os.environ["COLUMNS"] = str(NARROWEST)
 
 
 class Writer:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import RunError
 from megatronish.core.layout import Coordinates, ExpertLayout, Layout
+from megatronish.launch.os_errors import mishap
 from megatronish.launch.place import Place
 from megatronish.parallel.schedules.plan import EVERY_LINE, Kind, lines
 from megatronish.parallel.schedules.table import SCHEDULES
@@ -267,6 +268,8 @@ def _meet(backend: str, *, rank: int, **meeting: Any) -> None:
     try:
         dist.init_process_group(backend, rank=rank, **meeting)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if (sentence := mishap(error)) is not None:
+            raise RunError(sentence) from error
         reason = str(error).partition("\n")[0]
         raise RunError(
             f"rank {rank} lost the others while they met ({reason}); look for the first rank that failed, and start "

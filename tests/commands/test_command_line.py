@@ -14,6 +14,7 @@ from megatronish import __version__
 from megatronish.commands import main as command_line
 from megatronish.commands.main import COMMANDS, run
 from megatronish.core.errors import UserError
+from megatronish.launch.terminal import NARROWEST
 
 SCRIPTS = [ROOT / "pretrain_gpt.py", ROOT / "finetune_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
 
@@ -135,6 +136,33 @@ def test_a_script_whose_reader_has_left_ends_without_a_traceback(script: str) ->
     )
     status, errors = without_reader([sys.executable, "-c", code, script])
     assert (status, errors) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("words", ["draw", "--version", "convert --help"])
+def test_a_full_disk_of_standard_output_is_a_sentence(words: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "megatronish", *words.split()]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    reason = "No space left on device; free space there, or send it elsewhere"
+    assert (done.returncode, done.stderr) == (1, f"standard output cannot be written: {reason}\n")
+
+
+def test_help_is_laid_out_for_more_than_a_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "2")
+    done = megatronish("draw", "--help")
+    boxes = [line for line in done.stdout.splitlines() if line.startswith(("╭", "│", "╰"))]
+    assert done.returncode == 0 and {*map(len, boxes)} == {NARROWEST}
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_program_whose_streams_are_closed_runs(closed: str, tmp_path: Path) -> None:
+    """Also with the file that it writes, which must not become its standard output."""
+    words = f"draw --schedule zb-h1 --png {tmp_path / 'x.png'}"
+    done = subprocess.run(
+        f"{sys.executable} -m megatronish {words} {closed}", shell=True, cwd=ROOT, capture_output=True, check=False
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_command_has_a_script_in_a_checkout() -> None:

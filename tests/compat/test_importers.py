@@ -122,7 +122,7 @@ def test_a_ds_config_becomes_a_config_that_is_read(tmp_path: Path) -> None:
     assert config.log.tensorboard_dir == "boards"
     for line in (
         "#   made_up: it is not known here",
-        "#   curriculum_learning: it is not there",
+        "# NOT AS THERE: curriculum_learning: it is not there",
         "#   zero_optimization.offload_param: nvme is not there; --param-cpu-offload uses the CPU's memory",
         "#   zero_optimization.stage3_max_live_parameters: it changes speed and memory alone",
         "#   zero_optimization.zero_quantized_gradients: rounding",
@@ -133,7 +133,7 @@ def test_a_ds_config_becomes_a_config_that_is_read(tmp_path: Path) -> None:
 
 def test_every_key_is_carried_over_or_listed() -> None:
     found = from_deepspeed(DEEPSPEED)
-    told = " ".join(found.left_out)
+    told = " ".join(found.left_out | found.otherwise)
     understood = {"gradient_accumulation_steps", "bf16", "fp16", "optimizer", "scheduler", "zero_optimization"}
     understood |= {"activation_checkpointing", "tensorboard"}
     for key in DEEPSPEED:
@@ -554,7 +554,7 @@ def test_axolotl_lists_templates_answers_checkpoints_and_plugins(tmp_path: Path)
     }
     found = from_axolotl(values, folder=tmp_path)
     assert "--dataset-type chat counts answers only" in found.left_out["train_on_inputs"]
-    assert found.left_out["datasets[2].type"].startswith("written in the file: a prompt template is not applied")
+    assert found.otherwise["datasets[2].type"].startswith("written in the file: a prompt template is not applied")
     for key in ("datasets[0].type", "datasets[1].type", "pretraining_dataset[0].type"):
         assert key not in found.left_out
     assert found.settings["reset_attention_mask"] and "dataset_type" not in found.settings
@@ -568,6 +568,16 @@ def chat_settings(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     found = from_axolotl(values, folder=folder).settings
     names = ("dataset_type", "data_path", "chat_template", "chat_format", "train_on", "pack_samples", "seq_length")
     return {name: found[name] for name in names if name in found}
+
+
+def test_keys_without_which_another_model_is_trained_are_warnings(tmp_path: Path) -> None:
+    asked = {"neftune_noise_alpha": 5, "early_stopping_patience": 3, "load_in_8bit": True, "lora_fan_in_fan_out": True}
+    usual = {"roles_to_train": ["assistant"], "train_on_eos": "turn", "optim_args": None, "debug": True}
+    found = from_axolotl(asked | usual, folder=tmp_path)
+    assert found.otherwise.keys() >= asked.keys()
+    assert not found.otherwise.keys() & usual.keys() and "debug" in found.left_out
+    alpaca = from_axolotl({"datasets": [{"path": "a/b", "type": "alpaca"}]}, folder=tmp_path)
+    assert alpaca.otherwise["datasets.type"].startswith("the opening sentence of alpaca is not added")
 
 
 def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
@@ -585,7 +595,7 @@ def test_chats_of_axolotl_become_flags_of_chat_data(tmp_path: Path) -> None:
     assert (shown["chat_format"], shown["chat_template"], shown["data_path"]) == ("sharegpt", "mine.jinja", (path,))
     other = from_axolotl({"datasets": sets, "chat_template": "exaone", "roles_to_train": ["human"]}, folder=tmp_path)
     assert other.otherwise["chat_template"].startswith("exaone is not there; the model's own is used")
-    assert "datasets" not in other.left_out and "roles_to_train" in other.left_out
+    assert "datasets" not in other.left_out and "roles_to_train" in other.otherwise
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from paths import ROOT
 
+from megatronish.commands import train_tokenizer
 from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
@@ -50,6 +51,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "gpt2").mkdir()
     model.model.save(str(folder / "gpt2"))
     return folder
+
+
+def trained(tmp_path: Path, lines: list[bytes], *flags: str) -> int:
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
+    argv = ["--input", str(tmp_path / "x.jsonl"), "--output", str(tmp_path / "x.model"), *flags]
+    return train_tokenizer.main(argv)
+
+
+def test_bad_lines_of_a_text_to_learn_from_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    good, bad = b'{"text": "a text of words"}', [b'{"text": "\\ud800"}', b'{"text": "caf\xe9"}', b"{}", b'{"text": 1}']
+    assert trained(tmp_path, [good, *bad, b"", good], "--vocab-size", "275") == 0
+    told = capfd.readouterr().err
+    for number in (2, 3, 4, 5):
+        assert f"bad line {tmp_path}/x.jsonl:{number}: " in told
+    assert "4 lines were bad and were left out" in told
+    assert trained(tmp_path, bad) == 2
+    assert "no text under 'text' within --max-bytes 20000000; correct --json-key" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--vocab-size 100", "--vocab-size 100 must be at least 269 for this text, with 256 bytes"),
+        ("--vocab-size 4000", "--vocab-size 4000 must be at most 2"),
+        ("--vocab-size 0", "--vocab-size 0 must be at least 1"),
+        ("--threads 0", "--threads 0 must be at least 1"),
+        ("--max-bytes -5", "--max-bytes -5 must be at least 1"),
+        ("--output .", "--output . cannot be written: Is a directory; choose another"),
+        ("--output /proc/x/y", "--output /proc/x/y cannot be written: No such file or directory; choose another"),
+    ],
+)
+def test_what_no_tokenizer_can_be_trained_with_is_refused(
+    flags: str, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert trained(tmp_path, [b'{"text": "a text of words"}'] * 9, *flags.split()) == 2
+    assert sentence in capfd.readouterr().err
+
+
+def test_a_line_that_is_longer_than_the_library_takes_is_learned_from_in_parts(tmp_path: Path) -> None:
+    long = b'{"text": "' + b"of words " * (1 << 21) + b'"}'
+    assert trained(tmp_path, [long], "--vocab-size", "275") == 0
+    assert (tmp_path / "x.model").stat().st_size
 
 
 def run_tool(name: str, *arguments: object) -> str:

@@ -39,7 +39,8 @@ TOP: dict[str, Rule] = {
     ),
     **dict.fromkeys(("compute_environment", "main_training_function", "debug", "commands", "command_file"), LAUNCHED),
     **dict.fromkeys(("tpu_env", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "downcast_bf16"), TPU),
-    **dict.fromkeys(("enable_cpu_affinity", "ipex_config", "fp8_config"), SPEED),
+    **dict.fromkeys(("enable_cpu_affinity", "ipex_config"), SPEED),
+    "fp8_config": dropped("fp8 is not there"),
 }
 COPY = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Sizes whose product is the ranks of one copy of the model."""

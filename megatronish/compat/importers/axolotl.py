@@ -18,6 +18,7 @@ from megatronish.compat.importers.axolotl_data import (
     SEVERAL_MUON,
     STRATEGIES,
     TOO_LONG,
+    USUAL,
     data_sets,
     is_file,
     preferences,
@@ -119,6 +120,7 @@ _OWN = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "peft_use_rslora", "loraplus_lr_ratio"),
     *("load_in_4bit", "bnb_config_kwargs", "num_epochs", "float32"),
 )
+_NONE = object()
 _OF_LORA = {
     "lora_r": "lora_rank",
     "lora_alpha": "lora_alpha",
@@ -136,7 +138,11 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     rules = dict(RULES)
     for prefix, rule in (("lora_", LORA), ("wandb_", dropped("W&B reads its other settings from its environment"))):
         rules |= {key: rule for key in values if key.startswith(prefix) and key not in RULES}
-    rest = {key: value for key, value in values.items() if key not in _OWN and value is not False}
+    rest = {
+        key: value
+        for key, value in values.items()
+        if key not in _OWN and value is not False and value != USUAL.get(key, _NONE)
+    }
     apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
     # 2. Keys that are read together. The order counts: the objective decides about data sets, the length of the run
     # about warm-up and intervals, which may be fractions of it.

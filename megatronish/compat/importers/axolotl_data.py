@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatronish.compat.importers.imported import NOT_THERE, SPEED, Imported, Rule, dropped, field, text
+from megatronish.compat.importers.imported import (
+    NO_SUCH_RECORD,
+    NOT_THERE,
+    SPEED,
+    Imported,
+    Rule,
+    dropped,
+    field,
+    missed,
+    text,
+)
 from megatronish.config.hub import hub_name
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
@@ -138,7 +148,7 @@ def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
             kind = _type(data_set)
             if kind not in TEXTS and kind not in FORMATS:
                 reason = f"{kind}: a prompt template is not applied; text is trained on as it is"
-                found.leave_out(f"{key}[{index}].type", reason)
+                found.warn(f"{key}[{index}].type", reason)
             # Keys that change which part of a file is read. `field_messages` is harmless where it has one of the names
             # that are found without it.
             for name, value in data_set.items() if isinstance(data_set, dict) else ():
@@ -163,7 +173,7 @@ def _template(found: Imported, values: Mapping[str, Any], of_data: str | None) -
         if of_data is not None:
             found.set("chat_template", of_data)
         if of_data == "alpaca":
-            found.leave_out("datasets.type", f"the opening sentence of {of_data} is not added: put it in the data")
+            found.warn("datasets.type", f"the opening sentence of {of_data} is not added: put it in the data")
     # Names that are not known: those with a fallback use it only if the model has no template, which this importer
     # cannot see.
     elif name not in TEMPLATES:
@@ -222,10 +232,13 @@ NO_FILE = "and no name of a hub; name JSON lines with --data-path"
 CHECKPOINTS = dropped("every checkpoint loads in every layout")
 FUSED = dropped("which kernels are used is decided at run time")
 EPOCHS = dropped("intervals are in steps; use --eval-interval and --save-interval")
-LORA = dropped("it is not there for adapters")
-QUANTISED = dropped("there is NF4 for the base of adapters, --quantize-base nf4, and no other quantisation")
+LORA = missed("it is not there for adapters")
+QUANTISED = missed("there is NF4 for the base of adapters, --quantize-base nf4, and no other quantisation")
 QUANTISED_ALONE = "only the base of adapters is quantised; add --adapter-type lora --quantize-base nf4"
 CHATS = dropped("name chats with --dataset-type chat --data-path FILE, and their template with --chat-template")
+ROLES = missed("answers of the assistant are trained on, each with the token that ends it; --train-on has other parts")
+USUAL = {"roles_to_train": ["assistant"], "train_on_eos": "turn"}
+"""Values that ask for what is done here, too."""
 PREFERENCES = dropped("rewards are not learned, and nothing is generated in training")
 FITTING = dropped("chats are packed, and one that is longer than a row is cut")
 TOO_LONG = "a chat that is longer than a row is cut; Axolotl leaves it out, except with truncate"
@@ -268,11 +281,10 @@ RULES: dict[str, Rule] = {
     "wandb_entity": field("wandb_entity"),
     **dict.fromkeys(("evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"), EPOCHS),
     **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "dataset_prepared_path"), DATA),
-    **dict.fromkeys(("peft_layers_to_transform", "relora_steps", "qlora_sharded_model_loading"), LORA),
+    **dict.fromkeys(("peft_layers_to_transform", "relora_steps"), LORA),
     **dict.fromkeys(("load_in_8bit", "gptq", "quantization"), QUANTISED),
-    **dict.fromkeys(
-        ("chat_template", "chat_template_jinja", "train_on_inputs", "roles_to_train", "train_on_eos"), CHATS
-    ),
+    **dict.fromkeys(("chat_template", "chat_template_jinja", "train_on_inputs"), CHATS),
+    **dict.fromkeys(("roles_to_train", "train_on_eos"), ROLES),
     **dict.fromkeys(("trl", "reward_model", "process_reward_model", "dpo_use_weighting"), PREFERENCES),
     "group_by_length": FITTING,
     **dict.fromkeys(
@@ -297,7 +309,14 @@ RULES: dict[str, Rule] = {
             *("torch_compile_backend", "torch_compile_mode", "tf32", "dataset_processes", "dataloader_num_workers"),
             *("dataloader_pin_memory", "dataloader_prefetch_factor", "eval_batch_size", "pad_to_sequence_len"),
             *("ddp_timeout", "ddp_bucket_cap_mb", "low_cpu_mem_usage", "dp_shard_size", "heads_k_stride", "gc_steps"),
-            *("gradient_checkpointing_kwargs", "auto_resume_from_checkpoints", "save_safetensors", "local_rank"),
+            *(
+                "qlora_sharded_model_loading",
+                "eval_sample_packing",
+                "gradient_checkpointing_kwargs",
+                "auto_resume_from_checkpoints",
+                "save_safetensors",
+                "local_rank",
+            ),
         ),
         SPEED,
     ),
@@ -305,16 +324,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             *("early_stopping_patience", "neftune_noise_alpha", "unfrozen_parameters", "loss_watchdog_threshold"),
-            *("loss_watchdog_patience", "lr_groups", "embedding_lr", "embedding_lr_scale", "rope_scaling", "debug"),
-            *(
-                "optim_args",
-                "optim_target_modules",
-                "eval_sample_packing",
-                "multipack_real_batches",
-            ),
+            *("loss_watchdog_patience", "lr_groups", "embedding_lr", "embedding_lr_scale", "rope_scaling"),
+            *("optim_args", "optim_target_modules"),
         ),
         NOT_THERE,
     ),
+    **dict.fromkeys(("debug", "multipack_real_batches"), NO_SUCH_RECORD),
 }
 
 ABSENT: dict[str, float] = {

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatronish.compat.importers.deepspeed_optimizer import EXACT, optimizer, scheduler
 from megatronish.compat.importers.imported import (
+    NO_SUCH_RECORD,
     NOT_THERE,
     SPEED,
     Imported,
@@ -211,7 +212,7 @@ def _records(found: Imported, values: Mapping[str, Any]) -> None:
     if board.get("enabled") and board.get("output_path"):
         found.set("tensorboard_dir", text(board, "output_path"))
     if wandb.get("enabled"):
-        names = {"project": field("wandb_project"), "team": field("wandb_entity"), "group": NOT_THERE}
+        names = {"project": field("wandb_project"), "team": field("wandb_entity"), "group": NO_SUCH_RECORD}
         apply(found, {key: value for key, value in wandb.items() if key != "enabled"}, names, within="wandb.")
 
 
@@ -246,7 +247,7 @@ TOP: dict[str, Rule] = {
     "data_efficiency": NOT_THERE,
     "sparse_attention": NOT_THERE,
     "progressive_layer_drop": NOT_THERE,
-    "eigenvalue": NOT_THERE,
+    "eigenvalue": NO_SUCH_RECORD,
     "quantize_training": NOT_THERE,
     "pipeline": dropped("use --pipeline-model-parallel-size and --pipeline-schedule"),
     "data_types": dropped("gradients are accumulated in fp32"),

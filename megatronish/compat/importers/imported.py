@@ -110,10 +110,14 @@ def _line(key: str, reason: str) -> str:
 
 
 class Rule(NamedTuple):
-    """Fate of a key: its value is the value of `field`, or it is left out for a reason."""
+    """Fate of a key: its value is the value of `field`, or it is left out for a reason.
+
+    Without what the key asks for, another model is trained where `changes`.
+    """
 
     field: str | None
     reason: str = ""
+    changes: bool = False
 
 
 def field(name: str) -> Rule:
@@ -126,10 +130,16 @@ def dropped(reason: str) -> Rule:
     return Rule(None, reason)
 
 
+def missed(reason: str) -> Rule:
+    """Key that is not carried over, without which another model is trained."""
+    return Rule(None, reason, changes=True)
+
+
 AUTO = "auto is filled in by the program that starts the run; give the value here"
 UNKNOWN = "it is not known here"
 SPEED = dropped("it changes speed and memory alone")
-NOT_THERE = dropped("it is not there")
+NOT_THERE = missed("it is not there")
+NO_SUCH_RECORD = dropped("it is not there, and changes no number")
 
 
 def apply(found: Imported, values: Mapping[str, Any], rules: Mapping[str, Rule], *, within: str = "") -> None:
@@ -140,7 +150,9 @@ def apply(found: Imported, values: Mapping[str, Any], rules: Mapping[str, Rule],
             continue
         if rule.field is None:
             is_off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
-            if not is_off or rule.reason == UNKNOWN:
+            if rule.changes and not is_off and value != 0:
+                found.warn(name, rule.reason)
+            elif not rule.changes and (not is_off or rule.reason == UNKNOWN):
                 found.leave_out(name, rule.reason)
         elif value == "auto":
             found.leave_out(name, f"{AUTO}, as {FIELDS[rule.field].flag}")

@@ -14,6 +14,7 @@ import torch
 
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.figures import no_matplotlib
+from megatronish.core.files import unwritten
 from megatronish.core.layout import Layout
 from megatronish.estimate.links.axes import count_nodes, hosts_of, open_axes
 from megatronish.estimate.links.definitions import COLLECTIVES
@@ -166,7 +167,7 @@ def _finish(arguments: LinkArguments, rows: list[LinkTimes]) -> None:
             arguments.png.parent.mkdir(parents=True, exist_ok=True)
             draw_links(rows, fitted, arguments.png)
         except OSError as error:
-            raise UserError(f"png={arguments.png} cannot be written: {error.strerror or error}") from error
+            raise unwritten(f"--png {arguments.png}", arguments.png, error) from error
         except ImportError as error:
             raise UserError(no_matplotlib(error)) from error
         print(f"drawn into {arguments.png}")
@@ -177,4 +178,4 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        raise UserError(f"json={path} cannot be written: {error.strerror or error}; choose another") from error
+        raise unwritten(f"--json {path}", path, error) from error
