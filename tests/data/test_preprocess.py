@@ -347,6 +347,18 @@ def test_a_signal_leaves_no_file_behind(tmp_path: Path, workers: int, signum: in
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
+def test_ctrl_c_while_workers_start_is_one_word(tmp_path: Path) -> None:
+    """To the whole group, as a terminal sends it: workers are then at their imports."""
+    parent = endless_tool(tmp_path, workers=3)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    assert wait_until(lambda: len(children.read_text().split()) > 2)  # one of them is a tracker of resources
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.wait(60) == 130
+    names, warning, *told = [line[:80] for line in parent.communicate()[1].splitlines()]
+    assert told == ["interrupted"], f"after the files and that one is named often: {names}, {warning}"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
 def test_what_a_killed_run_left_is_removed_by_the_next_and_what_another_one_writes_is_not(tmp_path: Path) -> None:
     killed, alive = endless_tool(tmp_path), endless_tool(tmp_path)
     assert len(list(tmp_path.glob("p_text_document.bin.*.tmp"))) == 2
@@ -369,7 +381,8 @@ def endless_tool(folder: Path, *, workers: int = 1) -> subprocess.Popen[str]:
         write_texts(source, ["x" * 1000] * 10_000)
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", *[str(source)] * 1000]
     command += ["--output-prefix", str(folder / "p"), "--tokenizer-type", "bytes", "--workers", str(workers)]
-    parent = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
+    how: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    parent = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, **how)
     assert wait_until(lambda: len(list(folder.glob("*.tmp"))) > before)
     return parent
 
