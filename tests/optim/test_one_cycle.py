@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatronish.compat.importers.axolotl import from_axolotl
 from megatronish.compat.importers.deepspeed import from_deepspeed
 from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
@@ -55,6 +57,47 @@ def test_torchs_one_cycle_is_a_warm_up_and_a_decay_with_a_momentum(
         if step < total - 1:
             optimizer.step()
             there.step()
+
+
+@pytest.mark.parametrize(
+    ("keys", "start", "options"),
+    [
+        ({"warmup_steps": 20}, 0.2, {}),
+        ({"warmup_ratio": 0.095}, 0.1, {"anneal_strategy": "linear", "div_factor": 10.0, "cycle_momentum": False}),
+        ({}, 0.25, {"pct_start": 0.25, "final_div_factor": 50.0, "base_momentum": 0.8, "max_momentum": 0.9}),
+        ({}, 0.03, {}),
+    ],
+)
+def test_axolotls_one_cycle_is_torchs(keys: dict[str, Any], start: float, options: dict[str, Any]) -> None:
+    file = {"max_steps": 100, "learning_rate": 3e-3, "lr_scheduler": "one_cycle", "lr_scheduler_kwargs": options}
+    found = from_axolotl({**file, **keys}, folder=Path())
+    assert not found.complaints() and "lr_scheduler" not in found.otherwise
+    here = build_learning_rate_schedule(
+        *((config := with_fields(Config(), **found.settings)).optimizer, config.training), global_batch_size=BATCH
+    )
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    there = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 100, **{"pct_start": start} | options)
+    for step in range(100):
+        group = optimizer.param_groups[0]
+        assert here.learning_rate(step * BATCH) == pytest.approx(group["lr"], **EXACT), step
+        if options.get("cycle_momentum", True):
+            assert momentum(here, step) == pytest.approx(group["betas"][0], **EXACT), step
+        else:
+            assert here.momentum(step * BATCH) is None
+        optimizer.step()
+        if step < 99:
+            there.step()
+
+
+def test_axolotls_one_cycle_says_what_it_lacks() -> None:
+    file = {"learning_rate": 3e-3, "lr_scheduler": "one_cycle"}
+    found = from_axolotl(file, folder=Path())
+    assert found.otherwise["lr_scheduler"].startswith("one_cycle needs max_steps and learning_rate")
+    assert found.settings["lr_decay_style"] == "constant"
+    kwargs = {"three_phase": True, "pct_start": 0.0}
+    odd = from_axolotl({**file, "max_steps": 100, "lr_scheduler_kwargs": kwargs}, folder=Path())
+    assert "begins with its peak" in odd.otherwise["lr_scheduler"]
+    assert odd.otherwise["lr_scheduler_kwargs.three_phase"] == "the cycle has two phases here"
 
 
 # DeepSpeed, as its documentation has it: `step` is the number of optimizer steps done, the scheduler's own index is one
