@@ -79,14 +79,16 @@ def register_optimizer(
     moments: int,
     matrix_moments: int | None = None,
     reads: Sequence[str] = (),
+    has_momentum: bool = False,
     options: Options = NO_OPTIONS,
 ) -> None:
     """An optimizer, for --optimizer: `make(masters, config)` is an update rule of the fp32 masters of a rank.
 
     It keeps `moments` numbers for each element in addition to the master, `matrix_moments` for matrices of layers.
-    `reads` are the beginnings of the names of flags that it reads ("adam_").
+    `reads` are the beginnings of the names of flags that it reads ("adam_"). With `has_momentum` its `step` also takes
+    a `momentum`, which --cycle-min-momentum changes from step to step.
     """
-    choice = OptimizerChoice(options, moments, matrix_moments, tuple(reads))
+    choice = OptimizerChoice(options, moments, matrix_moments, tuple(reads), has_momentum)
     _add(OPTIMIZER_NAMES, name, choice, flag="--optimizer")
     OPTIMIZERS[name] = make  # type: ignore[assignment]  # any maker of an Update, which a class is too
 

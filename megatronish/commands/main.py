@@ -190,6 +190,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "pretrain": Command("train", "pretrain", "train a GPT from a config and flags, on one rank or many"),
     "finetune": Command("train", "finetune", "train a model further, whole or with adapters"),
+    "launch": Command("train", "launch", "run a command on the hosts of a hostfile, over ssh"),
     "verify": Command("train", "verify", "check that a layout trains the same model as one process"),
     "plan": Command("train", "plan", "find the layouts for a model and a machine, with time and memory"),
     "draw": Command("train", "draw", "draw a pipeline schedule, planned or recorded"),

@@ -29,12 +29,13 @@ class OptimizerChoice(Choice):
     """An optimizer, with the fp32 numbers that it keeps for each element of a parameter, in addition to the master.
 
     `matrix_moments` are those of the matrices of layers, where they differ. `reads` are the beginnings of the names of
-    the config's fields that belong to it.
+    the config's fields that belong to it. `has_momentum`: its `step` takes a momentum, which may change.
     """
 
     moments: int = 0
     matrix_moments: int | None = None
     reads: tuple[str, ...] = ()
+    has_momentum: bool = False
 
     def num_moments(self, *, count: int, in_matrices: int) -> int:
         """Numbers kept for `count` elements, of which `in_matrices` are in matrices of layers."""
@@ -66,9 +67,9 @@ BLOCK_NAMES: dict[str, Choice] = {"transformer": Choice()}
 """Layers of --block."""
 
 OPTIMIZER_NAMES: dict[str, OptimizerChoice] = {
-    "adam": OptimizerChoice(moments=2, reads=("adam_",)),
-    "sgd": OptimizerChoice(moments=1, reads=("sgd_",)),
-    "muon": OptimizerChoice(moments=2, matrix_moments=1, reads=("muon_", "adam_")),
+    "adam": OptimizerChoice(moments=2, reads=("adam_",), has_momentum=True),
+    "sgd": OptimizerChoice(moments=1, reads=("sgd_",), has_momentum=True),
+    "muon": OptimizerChoice(moments=2, matrix_moments=1, reads=("muon_", "adam_"), has_momentum=True),
 }
 """Optimizers of --optimizer."""
 

@@ -61,13 +61,14 @@ class Engine:
         learning_rate: float,
         weight_decay: float,
         decoupled_learning_rate: float | None = None,
+        momentum: float | None = None,
         votes: Votes = no_votes,
     ) -> StepResult:
         """One update from this rank's micro-batches, after `num_steps_done` others: steps are counted from 1.
 
         Dropout masks are named by `num_steps_done`. `votes` are asked once the step is computed: numbers of this rank,
         under the same names on every rank, that are reduced with the sums of the step. `decoupled_learning_rate` is for
-        the word embedding and the output layer, with --decoupled-lr.
+        the word embedding and the output layer, with --decoupled-lr. `momentum` is given where it cycles.
         """
         result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
         if not result.skipped:
@@ -78,6 +79,7 @@ class Engine:
                     learning_rate=learning_rate,
                     weight_decay=weight_decay,
                     decoupled_learning_rate=decoupled_learning_rate,
+                    momentum=momentum,
                 )
             self.data_parallel.gather_parameters()
             self.balancing.end_step(result.expert_load)

@@ -69,7 +69,10 @@ class Update(Protocol):
         ...
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update of every master from its gradient."""
+        """One update of every master from its gradient.
+
+        One with `has_momentum` (core/names.py) also takes `momentum`, or None for that of the config.
+        """
         ...
 
 
@@ -106,11 +109,13 @@ class TorchUpdate:
         for name, master in self.parameters.items():
             self.inner.state[master] = self.state[name] | {"step": torch.tensor(float(num_steps), device=master.device)}
 
-    def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update; weight decay applies to the masters that decay."""
+    def step(self, *, learning_rate: float, weight_decay: float, momentum: float | None = None) -> None:
+        """One update; weight decay applies to the masters that decay. The momentum is Adam's beta1, or SGD's."""
         if self.inner is None:
             return
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
+            if momentum is not None:
+                group.update({"betas": (momentum, group["betas"][1])} if "betas" in group else {"momentum": momentum})
         self.inner.step()

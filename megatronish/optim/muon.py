@@ -291,7 +291,7 @@ class Muon:
         # Rows of embeddings and of the head belong to single tokens and are not mixed by a product: AdamW updates them.
         names = {name for name, sharding in masters.shardings.items() if sharding.role == "matrix"}
         matrices = masters.only(names)
-        self._config = config
+        self._config, self._momentum = config, config.muon_momentum
         self._masters = matrices.parameters
         self._distributions = [MatrixDistribution(*of_domain) for of_domain in matrices.by_domain()]
         self._rest = AdamW(masters.only(masters.shardings.keys() - names), config)
@@ -308,15 +308,19 @@ class Muon:
         self._rest.start_after(num_steps)
 
     @torch.no_grad()
-    def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update. Every rank of the stage takes part in its collectives, even a rank without masters."""
+    def step(self, *, learning_rate: float, weight_decay: float, momentum: float | None = None) -> None:
+        """One update. Every rank of the stage takes part in its collectives, even a rank without masters.
+
+        A momentum that is given is that of matrices, and AdamW's beta1.
+        """
+        self._momentum = self._config.muon_momentum if momentum is None else momentum
         # 1. Everything that is not a matrix.
-        self._rest.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        self._rest.step(learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum)
         # 2. Shard by shard, without communication: momentum and decoupled weight decay.
-        for name, momentum in self._momenta.items():
+        for name, mean in self._momenta.items():
             gradient = self._masters[name].grad
             assert gradient is not None
-            momentum.lerp_(gradient, 1 - self._config.muon_momentum)
+            mean.lerp_(gradient, 1 - self._momentum)
             self._masters[name].mul_(1 - learning_rate * weight_decay)
         # 3. Round by round: whole matrices on their owners, orthogonalised, and back into the shards.
         for distribution in self._distributions:
@@ -355,7 +359,7 @@ class Muon:
         assert gradient is not None
         if not self._config.muon_nesterov:
             return momentum
-        return piece.view(gradient).lerp(momentum, self._config.muon_momentum)
+        return piece.view(gradient).lerp(momentum, self._momentum)
 
     def _apply(self, distribution: MatrixDistribution, round_: Round, buffer: Tensor, learning_rate: float) -> None:
         """Subtract the updates of this rank's pieces, read from the buffer [ranks, width] of the round."""

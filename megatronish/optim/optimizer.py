@@ -82,10 +82,18 @@ class Optimizer:
         for update in self.updates.values():
             update.start_after(value)
 
-    def step(self, *, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None) -> None:
+    def step(
+        self,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        decoupled_learning_rate: float | None = None,
+        momentum: float | None = None,
+    ) -> None:
         """One update of every master from its gradient. Every rank of the stage calls it, even one without masters.
 
-        `decoupled_learning_rate` is that of word embedding and output layer, with --decoupled-lr.
+        `decoupled_learning_rate` is that of word embedding and output layer, with --decoupled-lr. `momentum` is given
+        where it cycles.
         """
         self._num_steps += 1
         rates: dict[Rate, float] = {"usual": learning_rate}
@@ -94,5 +102,6 @@ class Optimizer:
         if self.loraplus_lr_ratio is not None:
             rates["lora_b"] = learning_rate * self.loraplus_lr_ratio
         assert rates.keys() >= self.updates.keys(), "--decoupled-lr has a schedule of its own"
+        cycled = {} if momentum is None else {"momentum": momentum}  # plug-ins without a momentum take none
         for rate, update in self.updates.items():
-            update.step(learning_rate=rates[rate], weight_decay=weight_decay)
+            update.step(learning_rate=rates[rate], weight_decay=weight_decay, **cycled)

@@ -6,6 +6,10 @@ where the run begins with smaller batches (Megatron-LM refuses such lengths with
 has consumed none: with warm-up it uses `lr_warmup_init` (0 by default), as Megatron's does, and the step that has
 consumed all of the warm-up is the first to use `lr`.
 
+A learning rate rises by a row of WARMUPS, and then follows a row of STYLES. One cycle (Smith 2018, arXiv:1803.09820),
+the OneCycle of DeepSpeed and of torch, is such a rise and a decay during which the momentum goes the opposite way, from
+`cycle_max_momentum` to `cycle_min_momentum` at the peak and back.
+
 The batch size is constant or grows. --rampup-batch-size: it grows from `start` by `increment` each time another equal
 share of `ramp_samples` is consumed, and is `global_batch_size` from then on: Megatron-LM's rule, in exact integers.
 (Megatron divides floats, and may be one step late where a share ends exactly at a step.) --step-batch-size-schedule: a
@@ -22,6 +26,17 @@ from typing import NamedTuple
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
+
+Rise = Callable[[float, float], float]
+"""A function from progress (0 to 1) and the steps of the warm-up to the fraction of the way to the peak (0 to 1)."""
+
+WARMUPS: dict[str, Rise] = {
+    "linear": lambda progress, _steps: progress,
+    # DeepSpeed's WarmupLR counts from the second step on: the last step of the warm-up is one short of the peak.
+    "late-linear": lambda progress, steps: max(progress - 1 / steps, 0.0),
+    "cosine": lambda progress, _steps: 0.5 * (1 - math.cos(math.pi * progress)),
+    "log": lambda progress, steps: math.log(max(progress * steps, 1.0)) / math.log(steps),
+}
 
 Curve = Callable[[float], float]
 """A function from progress (0 to 1) to the fraction of the learning rate that is left (1 to 0)."""
@@ -46,6 +61,8 @@ class LearningRateSchedule:
     """Length of the last part of WSD; 0 for other styles."""
     train_samples: int
     """Length of the run, over which weight decay goes from its start to its end."""
+    global_batch_size: int = 1
+    """Samples of a step, for what counts in steps: a logarithm, a range test, what follows the decay."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -67,6 +84,18 @@ class LearningRateSchedule:
             raise UserError(
                 f"weight_decay_incr_style=constant cannot go from {self.start_weight_decay} to "
                 f"{self.end_weight_decay}; use --weight-decay-incr-style linear or cosine"
+            )
+        if config.lr_warmup_style == "log" and 0 < self.warmup_samples < 2 * self.global_batch_size:
+            raise UserError(
+                f"lr_warmup_style=log needs a warm-up of 2 steps, {2 * self.global_batch_size} samples, and has "
+                f"{self.warmup_samples:g} samples; lengthen it, or use --lr-warmup-style linear"
+            )
+        last = self.momentum(self.train_samples)
+        if last is not None and not 0 <= last < 1:
+            raise UserError(
+                f"momentum_tail_growth={config.momentum_tail_growth} takes cycle_max_momentum="
+                f"{config.cycle_max_momentum} to {last:g} at the end of the run, which must be at least 0 and less "
+                "than 1; use one nearer to 0"
             )
 
     @property
@@ -93,20 +122,44 @@ class LearningRateSchedule:
     def learning_rate(self, consumed_samples: int) -> float:
         """Learning rate of the step that starts after `consumed_samples`."""
         config = self.config
-        if 0 < self.warmup_samples >= consumed_samples:
-            return config.lr_warmup_init + (self.lr - config.lr_warmup_init) * consumed_samples / self.warmup_samples
-        if config.lr_decay_style == "constant":
-            return self.lr
+        if self._is_warming_up(consumed_samples):
+            return config.lr_warmup_init + (self.lr - config.lr_warmup_init) * self.height(consumed_samples)
+        return STYLES[config.lr_decay_style](self, consumed_samples)
+
+    def momentum(self, consumed_samples: int) -> float | None:
+        """Momentum of the step that starts after `consumed_samples`; None if it does not cycle.
+
+        The higher the learning rate is on its way to the peak, the lower is the momentum. After the decay it grows.
+        """
+        low, high = self.config.cycle_min_momentum, self.config.cycle_max_momentum
+        if low is None or high is None:
+            return None
         if consumed_samples > self.decay_samples:
-            return config.min_lr
-        if config.lr_decay_style == "inverse-square-root":
-            return max(config.min_lr, self.lr * math.sqrt(max(self.warmup_samples, 1) / max(consumed_samples, 1)))
-        if config.lr_decay_style == "WSD":
-            curve, start = DECAYS[config.lr_wsd_decay_style], float(self.decay_samples - self.wsd_samples)
-        else:
-            curve, start = DECAYS[config.lr_decay_style], self.warmup_samples
-        progress = max(0.0, consumed_samples - start) / (self.decay_samples - start)
-        return config.min_lr + curve(progress) * (self.lr - config.min_lr)
+            return high * (1 + self.config.momentum_tail_growth * self.steps(consumed_samples - self.decay_samples))
+        return high - (high - low) * self.height(consumed_samples)
+
+    def height(self, consumed_samples: int) -> float:
+        """Fraction of the way to the peak, 0 to 1: up in the warm-up, from 1 down in the decay."""
+        config = self.config
+        if self._is_warming_up(consumed_samples):
+            progress = _down_to_stair(consumed_samples, self.warmup_samples, config.lr_warmup_stairs)
+            return WARMUPS[config.lr_warmup_style](progress, self.steps(self.warmup_samples))
+        start, end = self._decay_start, self.decay_samples
+        curve = DECAYS[config.lr_wsd_decay_style if config.lr_decay_style == "WSD" else config.lr_decay_style]
+        if config.lr_decay_stairs is None:
+            return curve(max(0.0, consumed_samples - start) / (end - start))
+        return curve(1 - _down_to_stair(min(end - consumed_samples, end - start), end - start, config.lr_decay_stairs))
+
+    @property
+    def _decay_start(self) -> float:
+        return float(self.decay_samples - self.wsd_samples) if self.wsd_samples else self.warmup_samples
+
+    def steps(self, samples: float) -> float:
+        """Steps that consume so many samples, where a step has the global batch size."""
+        return samples / self.global_batch_size
+
+    def _is_warming_up(self, consumed_samples: int) -> bool:
+        return 0 < self.warmup_samples >= consumed_samples
 
     def weight_decay(self, consumed_samples: int) -> float:
         """Weight decay of the step that starts after `consumed_samples`."""
@@ -115,6 +168,53 @@ class LearningRateSchedule:
             return self.end_weight_decay
         left = DECAYS[style](consumed_samples / self.train_samples)
         return self.end_weight_decay + left * (self.start_weight_decay - self.end_weight_decay)
+
+
+def _down_to_stair(part: float, whole: float, stairs: int | None) -> float:
+    """The fraction part / whole, rounded down to a whole number of stairs, if there are any."""
+    # The product comes first: a quotient that is a whole number is exact, so no stair is missed by rounding.
+    return part / whole if stairs is None else math.floor(part * stairs / whole) / stairs
+
+
+def _decayed(schedule: LearningRateSchedule, consumed_samples: int) -> float:
+    """From the peak down to min_lr, and what follows it."""
+    if consumed_samples > schedule.decay_samples:
+        return _after_decay(schedule, consumed_samples)
+    least = schedule.config.min_lr
+    return least + schedule.height(consumed_samples) * (schedule.lr - least)
+
+
+def _inverse_square_root(schedule: LearningRateSchedule, consumed_samples: int) -> float:
+    """The peak times sqrt(warm-up / samples), not below min_lr."""
+    if consumed_samples > schedule.decay_samples:
+        return _after_decay(schedule, consumed_samples)
+    falling = schedule.lr * math.sqrt(max(schedule.warmup_samples, 1) / max(consumed_samples, 1))
+    return max(schedule.config.min_lr, falling)
+
+
+def _after_decay(schedule: LearningRateSchedule, consumed_samples: int) -> float:
+    """min_lr, or less and less of it."""
+    steps = schedule.steps(consumed_samples - schedule.decay_samples)
+    return schedule.config.min_lr / (1 + schedule.config.lr_tail_decay * steps)
+
+
+def _range_test(schedule: LearningRateSchedule, consumed_samples: int) -> float:
+    """From `lr` up without an end, to see from where on the loss no longer falls."""
+    config = schedule.config
+    samples = consumed_samples - schedule.warmup_samples
+    intervals = samples / (config.lr_range_test_iters * schedule.global_batch_size)
+    if config.lr_range_test_staircase:
+        intervals = math.floor(intervals)
+    return schedule.lr * (1 + config.lr_range_test_rate * intervals)
+
+
+STYLES: dict[str, Callable[[LearningRateSchedule, int], float]] = {
+    "constant": lambda schedule, _consumed_samples: schedule.lr,
+    **dict.fromkeys(("linear", "cosine", "WSD"), _decayed),
+    "inverse-square-root": _inverse_square_root,
+    "range-test": _range_test,
+}
+"""Learning rate after the warm-up, by --lr-decay-style."""
 
 
 def build_learning_rate_schedule(
@@ -150,6 +250,7 @@ def build_learning_rate_schedule(
         decay_samples=decay_samples,
         wsd_samples=wsd_samples,
         train_samples=train_samples,
+        global_batch_size=global_batch_size,
     )
 
 

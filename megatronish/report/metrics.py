@@ -67,6 +67,7 @@ METRICS: dict[str, Metric] = {
             "decoupled-learning-rate",
             lambda value: f"decoupled learning rate: {value:.6E}",
         ),
+        Metric("momentum", "where it cycles", "momentum", lambda value: f"momentum: {value:.4f}"),
         # Of models with experts; docs/EXPERTS.md explains them.
         Metric("load_balancing_loss", "1 where the load is even", "load_balancing_loss", _loss("load_balancing_loss")),
         Metric(
@@ -130,6 +131,7 @@ _BEFORE = (
     "model_tflops_per_device",
     "learning_rate",
     "decoupled_learning_rate",
+    "momentum",
     "global_batch_size",
     "loss",
 )

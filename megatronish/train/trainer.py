@@ -47,10 +47,14 @@ class TrainingSchedule:
 
 
 class LearningRates(NamedTuple):
-    """Learning rates of a step; `decoupled` is that of word embedding and output layer, with --decoupled-lr alone."""
+    """Learning rates of a step, and the momentum where it cycles.
+
+    `decoupled` is the rate of word embedding and output layer, with --decoupled-lr alone.
+    """
 
     base: float
     decoupled: float | None = None
+    momentum: float | None = None
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,7 @@ class Trainer:
         rates = LearningRates(
             schedule.learning_rate.learning_rate(learned_from),
             None if decoupled is None else decoupled.learning_rate(learned_from),
+            schedule.learning_rate.momentum(learned_from),
         )
         start = time.perf_counter()
         with marked(UPDATE):
@@ -213,6 +218,7 @@ class Trainer:
                     learning_rate=rates.base,
                     weight_decay=schedule.learning_rate.weight_decay(learned_from),
                     decoupled_learning_rate=rates.decoupled,
+                    momentum=rates.momentum,
                     votes=self._votes,
                 )
             # 2. The parameters have not changed yet, so the same step can be computed again, to find where it begins;

@@ -25,7 +25,8 @@ from megatronish.compat.importers.deepspeed import (
     ZERO,
     from_deepspeed,
 )
-from megatronish.compat.importers.deepspeed_optimizer import MUON, MUON_RATES, PARAMS, SCHEDULER_FLAGS
+from megatronish.compat.importers.deepspeed_optimizer import MUON, MUON_RATES, PARAMS
+from megatronish.compat.importers.deepspeed_scheduler import SCHEDULER_FLAGS, SCHEDULERS
 from megatronish.config.config import Config
 from megatronish.config.data_lists import splits_of_file
 from megatronish.config.dump import to_toml, toml_value, write_toml
@@ -96,7 +97,16 @@ LISTS: dict[Framework, dict[str, tuple[str, ...]]] = {
         ),
         "optimizer": ("type", "params"),
         "scheduler": ("type", "params"),
-        "params": (*PARAMS, *MUON, *MUON_RATES, "betas", *SCHEDULER_FLAGS, "warmup_type"),
+        "params": (
+            *PARAMS,
+            *MUON,
+            *MUON_RATES,
+            "betas",
+            *SCHEDULER_FLAGS,
+            "warmup_type",
+            "cycle_momentum",
+            "decay_step_size",
+        ),
         "fp16": (*FP16, "initial_scale_power"),
         "bf16": tuple(BF16),
         "torch_autocast": ("enabled", "dtype"),
@@ -121,7 +131,7 @@ LISTS: dict[Framework, dict[str, tuple[str, ...]]] = {
     },
 }
 SOUND: dict[str, tuple[Any, ...]] = {
-    "type": ("AdamW", "SGD", "Muon", "WarmupLR", "WarmupCosineLR", "OneCycle", "chat_template"),
+    "type": ("AdamW", "SGD", "Muon", *SCHEDULERS, "chat_template"),
     "distributed_type": ("DEEPSPEED", "FSDP", "MEGATRON_LM", "MULTI_GPU"),
     "adapter": ("lora", "qlora"),
     "rl": ("dpo", "kto", "simpo"),

@@ -182,16 +182,17 @@ def test_fp16_auto_and_other_schedules() -> None:
         **{"loss_scale_window": 1000, "min_loss_scale": 1.0},
         **{"weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8},
         **{"lr_decay_style": "constant", "lr_warmup_iters": 5, "lr_warmup_init": 1e-6, "clip_grad": 1.0},
+        **{"lr_warmup_style": "log"},
         **{"tensor_model_parallel_size": 2, "context_parallel_size": 4, "cp_comm_type": "a2a", "zero_stage": 0},
         "wandb_project": "mine",
     }
     assert found.left_out["train_batch_size"].startswith("auto is filled in by the program")
-    assert "linear" in found.otherwise["scheduler.params.warmup_type"]
-    other = from_deepspeed({"optimizer": {"type": "OneBitLamb"}, "scheduler": {"type": "OneCycle", "params": {}}})
+    other = from_deepspeed({"optimizer": {"type": "OneBitLamb"}, "scheduler": {"type": "CosineLR", "params": {}}})
     assert other.otherwise["optimizer.type"].startswith("OneBitLamb is not there; this trains with adam")
-    assert "OneCycle is not there, and the learning rate stays constant" in other.otherwise["scheduler"]
+    assert other.otherwise["scheduler"].startswith("CosineLR is none of DeepSpeed's (WarmupLR, WarmupDecayLR, ")
+    assert other.otherwise["scheduler"].endswith("the learning rate stays constant")
     assert (other.settings["lr_decay_style"], other.settings["optimizer"]) == ("constant", "adam")
-    assert "\n# NOT AS THERE: scheduler: OneCycle is not there" in other.to_toml(Path("ds.json"))
+    assert "\n# NOT AS THERE: scheduler: CosineLR is none of" in other.to_toml(Path("ds.json"))
     linear = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}})
     assert linear.left_out["scheduler.params.total_num_steps"] == "give --train-iters"
 
@@ -239,10 +240,46 @@ def test_a_scheduler_that_names_no_warmup_has_deepspeeds_defaults() -> None:
     assert kept.settings["lr"] == 2e-5
     assert "and 0.001 before: for that add --lr 0.001" in kept.otherwise["scheduler.params.warmup_max_lr"]
     none = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 0}}})
-    assert none.settings["lr_warmup_iters"] == 0
+    assert none.settings["lr_warmup_iters"] == 2  # DeepSpeed's least; newer versions refuse 0
     cosine = from_deepspeed({"optimizer": adam, "scheduler": {"type": "WarmupCosineLR", "params": {}}})
     assert (cosine.settings["lr_warmup_iters"], cosine.settings["lr"]) == (1000, 2e-5)
     assert cosine.settings["min_lr"] == 2e-9
+
+
+CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2}
+
+
+def test_a_one_cycle_says_what_differs_and_what_is_needed() -> None:
+    def cycled(kind: str = "Adam", **params: Any) -> Imported:
+        scheduler = {"type": "OneCycle", "params": params}
+        return from_deepspeed({"optimizer": {"type": kind, "params": {"lr": 1.0}}, "scheduler": scheduler})
+
+    found = cycled(**CYCLE)
+    assert {"lr": 1e-2, "lr_warmup_init": 1e-4, "min_lr": 1e-4, "adam_beta2": 0.99}.items() <= found.settings.items()
+    assert found.otherwise["scheduler.params.cycle_momentum"].startswith("the momentum of the very first step is")
+    for still in (cycled(**CYCLE, cycle_momentum=False), cycled("SGD", **CYCLE), cycled("Muon", **CYCLE)):
+        assert "cycle_min_momentum" not in still.settings
+        assert "scheduler.params.cycle_momentum" not in still.otherwise
+    assert "without betas" in cycled("SGD", **CYCLE).left_out["scheduler.params.cycle_momentum"]
+    auto = cycled(cycle_min_lr="auto", cycle_max_lr=0.1, cycle_first_step_size="auto")
+    assert auto.left_out["scheduler.params.cycle_min_lr"].endswith("as --lr-warmup-init and --min-lr")
+    assert not {"min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_decay_iters"} & auto.settings.keys()
+    with pytest.raises(UserError, match=r"^scheduler.params.cycle_max_lr is not given, and OneCycle has no default"):
+        cycled(cycle_min_lr=1e-4)
+    with pytest.raises(UserError, match=r"cycle_first_step_size=2.5 must be a whole number"):
+        cycled(**CYCLE, cycle_first_step_size=2.5)
+
+
+def test_a_decay_whose_lengths_are_filled_in_later_is_said_to_be_a_step_early() -> None:
+    for params in ({"total_num_steps": "auto"}, {"total_num_steps": 50, "warmup_num_steps": "auto"}):
+        found = from_deepspeed({"scheduler": {"type": "WarmupDecayLR", "params": params}})
+        assert found.settings["lr_decay_style"] == "linear"
+        assert found.otherwise["scheduler.type"] == (
+            "the decay of WarmupDecayLR is one step later there, which needs its lengths"
+        )
+    odd = from_deepspeed({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}})
+    assert odd.settings["lr_warmup_style"] == "log"
+    assert odd.left_out["scheduler.params.warmup_type"] == "cubic is none of DeepSpeed's, which takes log"
 
 
 def muon(params: dict[str, Any], **rest: Any) -> Imported:
@@ -664,6 +701,17 @@ FILE = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_
 AROUND: dict[str, dict[str, Any]] = {
     "scheduler.params.warmup_num_steps": SCHEDULED,
     "scheduler.params.warmup_type": {"scheduler": {"type": "WarmupLR", "params": {}}},
+    **{
+        f"scheduler.params.{key}": {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}}
+        for key in ("cycle_first_step_size", "cycle_second_step_size", "cycle_min_mom", "cycle_max_mom")
+    },
+    **{
+        f"scheduler.params.lr_range_test_{key}": {"scheduler": {"type": "LRRangeTest", "params": {}}}
+        for key in ("min_lr", "step_size", "step_rate")
+    },
+    "optimizer.params.betas of OneCycle": {
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}
+    },
     "scheduler.params.warmup_max_lr of WarmupDecayLR": {
         "optimizer": {"type": "Adam", "params": {"lr": 1.0}},
         "scheduler": {"type": "WarmupDecayLR", "params": {}},
@@ -730,7 +778,7 @@ def test_an_absent_key_is_written_as_what_it_means_there(
 
 def test_the_page_of_absent_keys_has_all_frameworks() -> None:
     counts = Counter(row[0] for row in ROWS)
-    assert (counts["deepspeed"], counts["axolotl"], counts["accelerate"]) == (33, 33, 15)
+    assert (counts["deepspeed"], counts["axolotl"], counts["accelerate"]) == (41, 33, 15)
 
 
 def test_a_learning_rate_without_a_scheduler_is_the_same_in_every_step(tmp_path: Path) -> None:

@@ -212,7 +212,20 @@ from megatronish.config.fields import FIELDS
         ("--lr-warmup-iters 10", r"^lr_warmup_iters=10 must be less than train_iters=10"),
         ("--lr-decay-style WSD", r"^lr_decay_style=WSD needs the length of its last part; add --lr-wsd-decay-iters"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 11", r"^lr_wsd_decay_iters=11 must not exceed train_iters=10"),
-        ("--lr-decay-style cubic", r"must be one of constant, linear, cosine, inverse-square-root or WSD"),
+        ("--lr-decay-style cubic", r"must be one of constant, linear, cosine, inverse-square-root, WSD or range"),
+        (
+            "--cycle-min-momentum 0.8",
+            r"^a momentum that cycles has two ends; add both --cycle-min-momentum and --cycle",
+        ),
+        (
+            "--momentum-tail-growth 1",
+            r"^momentum_tail_growth=1.0 needs a momentum that cycles; add --cycle-min-momentum",
+        ),
+        ("--cycle-min-momentum 0.9 --cycle-max-momentum 0.8", r"^cycle_min_momentum=0.9 must not exceed cycle_max_mom"),
+        (
+            "--cycle-min-momentum 0.8 --cycle-max-momentum 0.9 --lr-decay-style constant",
+            r"needs a learning rate that falls after its peak, .*; use --lr-decay-style linear, cosine, WSD",
+        ),
         ("--start-weight-decay 0.1", r"need a weight_decay_incr_style other than constant"),
         ("--weight-decay-incr-style linear", r"needs both ends; add --start-weight-decay and --end-weight-decay"),
         ("--adam-beta2 1", r"^adam_beta2=1.0 must be at least 0 and less than 1; the default is 0.999"),

@@ -17,7 +17,7 @@ from megatronish.launch.place import ENV, LAUNCHERS, Place, place_from_environme
 
 FOLDER = ROOT / "examples" / "launch"
 NUM_RANKS = {
-    **{"torchrun.sh": 16, "slurm.sbatch": 16, "mpirun.sh": 16},
+    **{"torchrun.sh": 16, "slurm.sbatch": 16, "mpirun.sh": 16, "hostfile.sh": 16},
     **{"trainjob.yaml": 16, "pytorchjob.yaml": 8, "volcano.yaml": 8, "skypilot.yaml": 16},
 }
 PROBE = "alive.sh"

@@ -148,6 +148,22 @@ def test_steps_are_those_of_torchs_muon() -> None:
     assert (ours - parameter.detach()).norm() < 0.02 * moved
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_momentum_that_is_given_is_that_of_matrices_and_the_beta1_of_the_rest(nesterov: bool) -> None:
+    found = []
+    for configured, given in ((0.3, None), (0.9, 0.3)):
+        values, gradients = values_of(0), values_of(1)
+        config = replace(MUON, muon_momentum=configured, adam_beta1=configured, muon_nesterov=nesterov)
+        muon = muon_of(values, gradients, config)
+        for seed in (1, 2, 3):  # three steps: the first one of Adam is the same for every beta1
+            for name, value in values_of(seed).items():
+                gradients[name].copy_(value)
+            muon.step(learning_rate=0.1, weight_decay=0.1, momentum=given)
+        found.append(values)
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=0, atol=0)
+
+
 def test_a_step_of_muon_has_the_products_that_the_config_says() -> None:
     stepped = []
     for precision in ("highest", "medium"):

@@ -46,8 +46,9 @@ ADAM = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
 SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.7)
 
 
+@pytest.mark.parametrize("is_cycled", [False, True])
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
-def test_steps_are_those_of_torch(config: OptimizerConfig) -> None:
+def test_steps_are_those_of_torch(config: OptimizerConfig, is_cycled: bool) -> None:
     ours, theirs = parameters_of(), parameters_of()
     optimizer, gradients = optimizer_of(ours, config)
     groups = [
@@ -59,11 +60,13 @@ def test_steps_are_those_of_torch(config: OptimizerConfig) -> None:
         if config is ADAM
         else torch.optim.SGD(groups, momentum=0.7)
     )
-    for step, learning_rate in enumerate([0.1, 0.05, 0.2, 0.0]):
+    for step, (learning_rate, momentum) in enumerate([(0.1, 0.9), (0.05, 0.5), (0.2, 0.1), (0.0, 0.6)]):
         fill(gradients, step)
-        optimizer.step(learning_rate=learning_rate, weight_decay=0.1)
+        optimizer.step(learning_rate=learning_rate, weight_decay=0.1, momentum=momentum if is_cycled else None)
         for group in reference.param_groups:
             group["lr"] = learning_rate
+            if is_cycled:  # as torch.optim.lr_scheduler.OneCycleLR sets it
+                group.update({"betas": (momentum, 0.9)} if config is ADAM else {"momentum": momentum})
         for name, parameter in theirs.items():
             parameter.grad = gradients[name].clone()
         reference.step()

@@ -280,6 +280,15 @@ def test_the_memory_of_an_optimizer_is_what_it_says() -> None:
     assert [note for note in notes if "idle" in note] == ["sgd_momentum=0.5: idle with optimizer=reads-adam"]
 
 
+def test_the_momentum_of_an_optimizer_that_says_it_has_one_may_cycle() -> None:
+    cycle = "--cycle-min-momentum 0.8 --cycle-max-momentum 0.9"
+    plugins.register_optimizer("still", SGD, moments=1)
+    plugins.register_optimizer("moving", SGD, moments=1, has_momentum=True)
+    assert not problems(read(f"--optimizer moving {cycle}")[0])
+    with pytest.raises(UserError, match="needs an optimizer whose momentum can be set; --optimizer has adam, sgd"):
+        read(f"--optimizer still {cycle}")
+
+
 def test_an_optimizer_may_be_a_function(tmp_path: Path) -> None:
     """A function has no `described`: the first lines of the run have the name of --optimizer then."""
     text = (

@@ -15,6 +15,8 @@ VOCABULARY = 131  # of tokens; padded to 132, 136 or more, by tp
 EOD = 0
 NUM_STEPS = 2
 SGD_STEPS = 2
+CYCLE = (0.9, 0.8)
+"""Momentum of each step, as one cycle changes it: of all optimizers."""
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 CLIP = 0.5  # below every gradient norm here, so that clipping acts
 CLIP_OF_ADAPTERS = 0.01

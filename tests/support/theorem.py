@@ -11,7 +11,7 @@ import torch
 from adapted import draw_adapters
 from clamps import watched_clamps
 from engines import evaluated
-from problem import DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD, SGD_STEPS, VOCABULARY, Problem, Spread
+from problem import CYCLE, DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD, SGD_STEPS, VOCABULARY, Problem, Spread
 from torch import Tensor
 
 from megatronish.config.config import Config
@@ -130,7 +130,7 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
     for step in range(SGD_STEPS):
         rates = {"learning_rate": 0.1, "decoupled_learning_rate": 0.2 if problem.decoupled else None}
         routing.begin(step)
-        results.append(sgd.step(batches(step), num_steps_done=step, weight_decay=0.1, **rates))
+        results.append(sgd.step(batches(step), num_steps_done=step, weight_decay=0.1, momentum=CYCLE[step], **rates))
         if step == 0:
             gradients = parts(sgd, sgd.data_parallel.gradients)
     config = replace(OPTIMIZERS[problem.optimizer], **DECOUPLED if problem.decoupled else {})
@@ -140,7 +140,7 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
     rates = {"learning_rate": config.lr, "decoupled_learning_rate": config.decoupled_lr}
     for step in range(NUM_STEPS):
         routing.begin(step)
-        results.append(engine.step(batches(step), num_steps_done=step, weight_decay=0.1, **rates))
+        results.append(engine.step(batches(step), num_steps_done=step, weight_decay=0.1, momentum=CYCLE[step], **rates))
     routing.begin(NUM_STEPS)
     of_muon = {
         name: held

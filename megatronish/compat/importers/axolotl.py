@@ -7,7 +7,6 @@ from typing import Any
 from megatronish.compat.importers.axolotl_data import (
     ABSENT,
     CHECKPOINTS,
-    DECAYS,
     LORA,
     MUON,
     OPTIMIZERS,
@@ -23,6 +22,7 @@ from megatronish.compat.importers.axolotl_data import (
     is_file,
     preferences,
 )
+from megatronish.compat.importers.axolotl_learning_rate import learning_rate
 from megatronish.compat.importers.deepspeed import OF_ONE_RANK, OLDER_CLIPPING, from_deepspeed
 from megatronish.compat.importers.imported import (
     SPEED,
@@ -157,7 +157,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
         found.set("reset_attention_mask", True)
         found.set("reset_position_ids", True)
     _optimizer(found, values, dp)
-    _learning_rate(found, values)
+    learning_rate(found, values)
     _precision(found, values)
     _intervals(found, values)
     _sharding(found, values, folder)
@@ -335,50 +335,6 @@ def _muon(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
         found.warn("weight_decay", "that of embeddings, too; Axolotl's Muon of several processes leaves them out")
     if dp is None:
         found.leave_out("optimizer", "the Muon of several processes has other numbers: import again with --dp N")
-
-
-def _learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
-    """Shape of the learning rate, and warm-up: of 3 % of the run, at most 100 steps, where nothing is said."""
-    decay = text(values, "lr_scheduler", "cosine").removeprefix("SchedulerType.").lower()
-    found.set("lr_decay_style", DECAYS.get(decay, "constant"))
-    if decay not in DECAYS:
-        found.warn(
-            "lr_scheduler",
-            f"{decay} is not there, and the learning rate stays constant; --lr-decay-style has cosine, linear and WSD",
-        )
-    _end_of_decay(found, values, decay)
-    # Warm-up has one length here. The default of 3 % has a bound in steps, so it needs the length of the run.
-    if decay == "constant":
-        if {"lr_warmup_iters", "lr_warmup_fraction"} & found.settings.keys():
-            found.leave_out("warmup_steps", "lr_scheduler: constant has no warm-up there; constant_with_warmup has")
-        found.settings.pop("lr_warmup_fraction", None)
-        found.set("lr_warmup_iters", 0)
-    elif "lr_warmup_iters" in found.settings:
-        # Hugging Face's Trainer lets the steps win, and Axolotl refuses both.
-        if found.settings.pop("lr_warmup_fraction", None) is not None:
-            found.leave_out("warmup_ratio", "warmup_steps, which is given, counts")
-    elif "lr_warmup_fraction" not in found.settings:
-        if (run := found.settings.get("train_iters")) is not None:
-            found.set("lr_warmup_iters", min(int(0.03 * run), 100))
-        else:
-            found.set("lr_warmup_fraction", 0.03)
-            found.leave_out("warmup_steps", "it is absent, which means 3 % of the run there, but at most 100 steps")
-
-
-def _end_of_decay(found: Imported, values: Mapping[str, Any], decay: str) -> None:
-    """Learning rate that the decay ends with: 0 in transformers' schedules, except for two forms of the cosine."""
-    peak, options = found.settings.get("lr"), section(values, "lr_scheduler_kwargs")
-    least = number(options, "min_lr") if decay == "cosine_with_min_lr" else None
-    ratio = {
-        "cosine": number(values, "cosine_min_lr_ratio"),
-        "cosine_with_min_lr": number(options, "min_lr_rate"),
-    }.get(decay)
-    if least is None and ratio is not None and peak is not None:
-        least = ratio * peak
-    found.set("min_lr", least or 0.0)
-    read = ("min_lr", "min_lr_rate") if decay == "cosine_with_min_lr" else ()
-    for key in options.keys() - set(read):
-        found.warn(f"lr_scheduler_kwargs.{key}", "it is not there")
 
 
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:

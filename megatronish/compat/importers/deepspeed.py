@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatronish.compat.importers.deepspeed_optimizer import EXACT, optimizer, scheduler
+from megatronish.compat.importers.deepspeed_optimizer import EXACT, optimizer
+from megatronish.compat.importers.deepspeed_scheduler import scheduler
 from megatronish.compat.importers.imported import (
     NO_SUCH_RECORD,
     NOT_THERE,

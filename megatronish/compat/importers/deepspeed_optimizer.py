@@ -1,4 +1,4 @@
-"""Optimizer and scheduler of DeepSpeed's ds_config.json, with what their parameters mean where they are absent."""
+"""Optimizer of DeepSpeed's ds_config.json, with what its parameters mean where they are absent."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,6 @@ from megatronish.compat.importers.imported import (
     number,
     section,
     text,
-    whole,
 )
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import is_finite, shown
@@ -115,88 +114,6 @@ def _default_weight_decay(kind: str, params: Mapping[str, Any]) -> float:
     return 0.01 if is_adamw and params.get("torch_adam") is True else 0.0
 
 
-def scheduler(found: Imported, values: Mapping[str, Any]) -> None:
-    """Learning rate over the steps; without a scheduler it stays as it is."""
-    # 1. The shape of the curve. Where DeepSpeed has no scheduler, the rate is constant from the first step, without
-    # warm-up.
-    kind, params = text(values, "type"), section(values, "params")
-    style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(kind)
-    if style is None:
-        found.set("lr_decay_style", "constant")
-        found.set("lr_warmup_iters", 0)
-        if not values:
-            found.leave_out(
-                "scheduler", "there is none in the file, so the learning rate stays; a program may make one"
-            )
-        else:
-            found.warn(
-                "scheduler",
-                f"{kind} is not there, and the learning rate stays constant; --lr-decay-style has linear, cosine, "
-                "inverse-square-root and WSD",
-            )
-        return
-    found.set("lr_decay_style", style)
-    # 2. Peak and warm-up. What is "auto" is listed, and nothing is assumed in its place.
-    for key, value in params.items():
-        if value == "auto":
-            flag = SCHEDULER_FLAGS.get(key)
-            found.leave_out(f"scheduler.params.{key}", f"{AUTO}, as {flag}" if flag else AUTO)
-    _peak(found, params, style)
-    if params.get("warmup_num_steps") != "auto":
-        warmup = number(params, "warmup_num_steps")
-        steps = DEFAULT_WARMUP_STEPS if warmup is None else whole(warmup, "scheduler.params.warmup_num_steps")
-        found.set("lr_warmup_iters", steps)
-        if steps and params.get("warmup_type", "log") != "linear":
-            found.warn("scheduler.params.warmup_type", "log, DeepSpeed's default, is not there: warm-up is linear")
-    # 3. The length, which a constant rate does not need, and the ends of the curve, which may be ratios of the peak.
-    total = number(params, "total_num_steps")
-    if total is not None:
-        found.set("train_iters", whole(total, "scheduler.params.total_num_steps"))
-    elif style != "constant" and "total_num_steps" not in params:
-        found.leave_out("scheduler.params.total_num_steps", "give --train-iters")
-    _ends(found, params, style)
-
-
-def _ends(found: Imported, params: Mapping[str, Any], style: str) -> None:
-    """Learning rates that warm-up starts from, and that the decay ends with."""
-    peak = found.settings.get("lr")
-    if style == "cosine":
-        # The cosine is a factor of the optimizer's rate: its ratios are meant of the peak, and without a peak of
-        # nothing.
-        least, first = number(params, "cos_min_ratio"), number(params, "warmup_min_ratio")
-        if peak is not None and params.get("cos_min_ratio") != "auto":
-            found.set("min_lr", peak * (0.0001 if least is None else least))
-        if peak is not None and params.get("warmup_min_ratio") != "auto":
-            found.set("lr_warmup_init", peak * (first or 0.0))
-    # The other schedulers name rates, and not ratios.
-    elif params.get("warmup_min_lr") != "auto":
-        start = number(params, "warmup_min_lr") or 0.0
-        found.set("lr_warmup_init", start)
-        if style == "linear":
-            found.set("min_lr", start)  # the decay goes back to it
-
-
-def _peak(found: Imported, params: Mapping[str, Any], style: str) -> None:
-    """The learning rate after warm-up, by which DeepSpeed's schedulers except the cosine replace the optimizer's."""
-    peak = number(params, "warmup_max_lr")
-    if peak is None and "warmup_max_lr" not in params:
-        # Absent, it is the optimizer's own in WarmupLR, and in WarmupDecayLR a number of DeepSpeed's, which silently
-        # replaces the optimizer's: that deserves a warning.
-        peak = DEFAULT_PEAK if style == "linear" else None
-        rate = found.settings.get("lr")
-        if style == "linear" and rate not in (None, peak):
-            found.warn(
-                "optimizer.params.lr",
-                f"the scheduler replaces it by its warmup_max_lr, by default {peak:.15g}; name it",
-            )
-        elif style == "constant" and rate != DEFAULT_PEAK:
-            found.warn("scheduler.params.warmup_max_lr", OLDER_PEAK)
-    if peak is not None and style != "cosine":
-        found.set("lr", peak)
-        if found.settings.get("optimizer") == "muon":  # matrices have the scheduler's rate, too
-            found.set("muon_extra_scale_factor", 1.0)
-
-
 EXACT = dropped("rounding that saves messages is not there; the exact numbers are sent")
 
 BIAS = dropped("Adam always corrects its bias")
@@ -246,18 +163,3 @@ DEFAULTS: dict[str, dict[str, float | bool | str]] = {
 of torch's SGD. Lamb, Lion and the one-bit optimizers, which train with adam here, have those of FusedAdam."""
 MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 """Learning rates of Muon's matrices and of its other parameters, where not even a common one is named."""
-OLDER_PEAK = "none given is the optimizer's rate since DeepSpeed 0.17.2, and 0.001 before: for that add --lr 0.001"
-
-SCHEDULER_FLAGS = {
-    "warmup_num_steps": "--lr-warmup-iters",
-    "warmup_max_lr": "--lr",
-    "warmup_min_lr": "--lr-warmup-init",
-    "warmup_min_ratio": "--lr-warmup-init",
-    "cos_min_ratio": "--min-lr",
-    "total_num_steps": "--lr-decay-iters",
-}
-"""Flags to give where a parameter of the scheduler is "auto"."""
-
-DEFAULT_WARMUP_STEPS = 1000
-DEFAULT_PEAK = 0.001
-"""What a scheduler means that does not name its warmup_num_steps, or a WarmupDecayLR its warmup_max_lr."""

@@ -1,8 +1,9 @@
-"""Rules on the learning rate and on weight decay over the steps of a run."""
+"""Rules on learning rate, momentum and weight decay over the steps of a run."""
 
 from megatronish.config.config import Config
 from megatronish.config.conflicts import SAMPLES, STEPS
 from megatronish.config.rules.rule import ConfigRule
+from megatronish.core.names import OPTIMIZER_NAMES
 
 
 def _warm_up(config: Config) -> str | None:
@@ -33,6 +34,34 @@ def _wsd(config: Config) -> str | None:
         return None
     unit = "samples" if config.training.train_samples is not None else "iters"
     return f"lr_decay_style=WSD needs the length of its last part; add --lr-wsd-decay-{unit}"
+
+
+def _momentum_cycle(config: Config) -> str | None:
+    optimizer = config.optimizer
+    low, high = optimizer.cycle_min_momentum, optimizer.cycle_max_momentum
+    if low is None and high is None:
+        if optimizer.momentum_tail_growth == 0:
+            return None
+        return (
+            f"momentum_tail_growth={optimizer.momentum_tail_growth} needs a momentum that cycles; add "
+            "--cycle-min-momentum and --cycle-max-momentum"
+        )
+    if low is None or high is None:
+        return "a momentum that cycles has two ends; add both --cycle-min-momentum and --cycle-max-momentum"
+    if low > high:
+        return (
+            f"cycle_min_momentum={low} must not exceed cycle_max_momentum={high}; exchange them: the momentum is "
+            "lowest at the peak of the learning rate"
+        )
+    if optimizer.lr_decay_style not in FALLING:
+        return (
+            f"cycle_min_momentum={low} needs a learning rate that falls after its peak, and "
+            f"lr_decay_style={optimizer.lr_decay_style} does not; use --lr-decay-style {', '.join(FALLING)}"
+        )
+    if not OPTIMIZER_NAMES[optimizer.optimizer].has_momentum:
+        able = ", ".join(name for name, choice in OPTIMIZER_NAMES.items() if choice.has_momentum)
+        return f"cycle_min_momentum={low} needs an optimizer whose momentum can be set; --optimizer has {able}"
+    return None
 
 
 def _learning_rates(config: Config) -> str | None:
@@ -74,6 +103,9 @@ def _weight_decay(config: Config) -> str | None:
     return None
 
 
+FALLING = ("linear", "cosine", "WSD")
+"""Styles of decay that go from a peak to min_lr, so that a momentum can go the opposite way."""
+
 LENGTH_RULES = (
     ConfigRule((*STEPS, *SAMPLES), _warm_up),
     ConfigRule(("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), _wsd),
@@ -82,6 +114,10 @@ LENGTH_RULES = (
 RATE_RULES = (
     ConfigRule(("lr", "min_lr", "lr_warmup_init"), _learning_rates),
     ConfigRule(("decoupled_lr", "decoupled_min_lr", "min_lr", "lr_warmup_init"), _decoupled_learning_rates),
+    ConfigRule(
+        ("cycle_min_momentum", "cycle_max_momentum", "momentum_tail_growth", "lr_decay_style", "optimizer"),
+        _momentum_cycle,
+    ),
 )
 
 WEIGHT_DECAY_RULES = (ConfigRule(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _weight_decay),)

@@ -27,8 +27,8 @@ class OptimizerConfig:
     """The learning rate of the word embedding and the output layer decays to this. Derived: --min-lr."""
     loraplus_lr_ratio: Annotated[float | None, greater_than(0)] = None
     """Learning rate of LoRA's factors B as a multiple of --lr, 16 in the paper on LoRA+."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """Shape after warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "range-test"] = "linear"
+    """Shape after warm-up. range-test grows without an end."""
     lr_decay_iters: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
     """Steps until min_lr is reached. Derived: all of the run."""
     lr_decay_samples: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None
@@ -45,6 +45,26 @@ class OptimizerConfig:
     """Warm-up as a part of the decay."""
     lr_warmup_init: Annotated[float, at_least(0)] = 0.0
     """Learning rate that warm-up starts from."""
+    lr_warmup_style: Literal["linear", "late-linear", "cosine", "log"] = "linear"
+    """Shape of warm-up. late-linear and log are DeepSpeed's: they start with the second step."""
+    lr_warmup_stairs: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
+    """Warm-up in so many stairs."""
+    lr_decay_stairs: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
+    """The decay in so many stairs."""
+    lr_tail_decay: Annotated[float, at_least(0)] = 0.0
+    """After the decay the learning rate is min_lr / (1 + this x steps after it)."""
+    lr_range_test_rate: Annotated[float, greater_than(0)] = 1.0
+    """range-test: in each interval the learning rate grows by this multiple of --lr."""
+    lr_range_test_iters: Annotated[int, at_least(1), at_most(2**31 - 1)] = 2000
+    """range-test: steps of an interval."""
+    lr_range_test_staircase: bool = False
+    """range-test: the learning rate stays in an interval, and grows between two."""
+    cycle_min_momentum: Annotated[float | None, fraction(excluding=1)] = None
+    """One cycle: momentum at the peak of the learning rate. Adam's beta1, momentum of sgd and muon."""
+    cycle_max_momentum: Annotated[float | None, fraction(excluding=1)] = None
+    """One cycle: momentum where the learning rate starts and ends."""
+    momentum_tail_growth: Annotated[float, at_least(-1)] = 0.0
+    """After the decay the momentum is cycle_max_momentum x (1 + this x steps after it)."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the last part of warm-up-stable-decay."""
     lr_wsd_decay_iters: Annotated[int | None, at_least(1), at_most(2**63 - 1)] = None

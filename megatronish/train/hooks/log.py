@@ -127,14 +127,14 @@ class Log(Hook):
 
     def _values(self, trainer: Trainer, record: StepRecord, extras: dict[str, float]) -> dict[str, Value]:
         """All values of a step by name, in the order of metrics.jsonl."""
-        result, rate = record.result, record.learning_rates.decoupled
-        decoupled = {} if rate is None else {"decoupled_learning_rate": rate}
+        result, rates = record.result, record.learning_rates
+        further = {"decoupled_learning_rate": rates.decoupled, "momentum": rates.momentum}
         return {
             "step": record.step,
             **result.metrics,
             "grad_norm": result.grad_norm,
             "learning_rate": record.learning_rate,
-            **decoupled,
+            **{name: value for name, value in further.items() if value is not None},
             "loss_scale": result.loss_scale,
             "skipped_iterations": trainer.progress.skipped_steps,
             "tokens": record.consumed_samples * self.speed.seq_length,
