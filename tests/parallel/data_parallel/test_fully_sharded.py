@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,8 +21,8 @@ from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 from megatronish.model.gpt import TransformerBlock
-from megatronish.parallel.data_parallel import fully_sharded
-from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.data_parallel import units
+from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
@@ -235,11 +236,13 @@ def test_verify_layout_takes_it_for_any_other_stage(tmp_path: Path) -> None:
     assert "trains the same model" in ended.output
 
 
-def test_a_transfer_is_counted_on_the_line_of_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_is_counted_on_the_line_of_its_own_group() -> None:
+    """Also where another line, that of cp, has the same ranks."""
     record = RankRecord()
-    shard, copies = record.line("dp_cp_shard", [0, 1]), record.line("dp_replicate", [0, 2])
+    lines = [record.line(name, [0, 1]) for name in ("cp", "shard", "secondary")]
+    groups = [SimpleNamespace(group_name=str(number)) for number in range(3)]
+    axes = [Axis("", 2, 0, (0, 1), group, line) for group, line in zip(groups, lines, strict=True)]  # type: ignore[arg-type]
     record.count_bytes()
-    for ranks in ((0, 2), (0, 2), (0, 1), (0, 3)):  # the last is no line of this rank
-        monkeypatch.setattr(fully_sharded, "get_process_group_ranks", lambda _group, ranks=ranks: list(ranks))
-        fully_sharded._count(shard, "all_gather", torch.zeros(5), None)  # type: ignore[arg-type]
-    assert (shard.sent, copies.sent) == ({"all_gather": 20}, {"all_gather": 40})
+    for number in (2, 2, 1, 0):  # the last is not one of the unit's
+        units._count(axes[1:], "all_gather", torch.zeros(5), groups[number])  # type: ignore[arg-type]
+    assert [dict(line.sent) for line in lines] == [{}, {"all_gather": 20}, {"all_gather": 40}]
