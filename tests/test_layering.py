@@ -64,6 +64,7 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "checkpoint/",
     "estimate/links/",
     "parallel/data_parallel/fully_sharded.py",
+    "parallel/data_parallel/units.py",
     "dry_run/",
 )
 

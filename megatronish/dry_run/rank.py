@@ -337,7 +337,7 @@ def needed_microbatches(stages: Stages, stage: int, planned: int) -> int:
 def whole_step(parts: Mapping[str, StepCounts], num_run: int, planned: int) -> StepCounts:
     """Counts of a step of `planned` micro-batches, of which `num_run` ran. What stages send each other is linear.
 
-    So is what ZeRO-3 gathers.
+    So is what ZeRO-3 gathers, in all: where neighbours keep it (hpZ), over all ranks once and then among them.
     """
     whole, first = StepCounts(), parts.get(FIRST, StepCounts())
     of_step = [counts for name, counts in parts.items() if name != "build"]
@@ -352,7 +352,13 @@ def whole_step(parts: Mapping[str, StepCounts], num_run: int, planned: int) -> S
             elif isinstance(key, TrafficKey) and key[:2] == ("shard", "all-gather"):
                 # ZeRO-3 gathers a layer for the action that comes next, which may be another micro-batch's.
                 once = sum(getattr(part, name)[key] for number, part in parts.items() if number not in (FIRST, OTHERS))
-                total[key] = once + (value - once) * planned // num_run
+                kept = key._replace(axis="secondary")
+                if kept not in total:
+                    total[key] = once + (value - once) * planned // num_run
+                else:
+                    total[kept] = (value - once + total[kept]) * planned // num_run - (value - once)
+            elif isinstance(key, TrafficKey) and key.axis == "secondary":
+                pass  # with the key above
             else:
                 total[key] = value + more * getattr(first, name)[key]
     return whole

@@ -53,7 +53,8 @@ class Domain:
     The ranks of `shard` share what ZeRO shards (one rank without ZeRO), those of `replicate` hold copies of it;
     together they are all data ranks of the domain (dp x cp). `model` has the axes that may cut a parameter, by name.
     `embedding` joins the first and the last pipeline stage where both hold a tied embedding. `device_mesh` is `shard`
-    as torch's `fully_shard` wants it, with ZeRO-3.
+    as torch's `fully_shard` wants it, with ZeRO-3. `secondary` are those neighbours on `shard` that keep among
+    themselves what was gathered (hpZ), and `secondary_mesh` is `shard` cut into such neighbours.
     """
 
     name: str = "dense"
@@ -62,6 +63,8 @@ class Domain:
     model: Mapping[str, Axis] = field(default_factory=dict)
     embedding: Axis = field(default_factory=partial(Axis, "embedding"))
     device_mesh: DeviceMesh | None = None
+    secondary: Axis = field(default_factory=partial(Axis, "secondary"))
+    secondary_mesh: DeviceMesh | None = None
 
     @property
     def counting_axes(self) -> tuple[Axis, ...]:
@@ -147,6 +150,7 @@ class Mesh:
             timeout_minutes=parallel.distributed_timeout_minutes,
             zero_stage=parallel.zero,
             copies=parallel.num_distributed_optimizer_instances,
+            secondary=parallel.zero_hpz_partition_size,
             embedding_stages=(placement[0].stage, placement[-1].stage),
             # Two chunks a stage, where a schedule takes any number, already go round on every line of more.
             lines=lines(schedule.place(num_stages=parallel.layout.pp, num_chunks=schedule.num_chunks or 2)),
@@ -167,6 +171,7 @@ class Mesh:
         timeout_minutes: float = 10.0,
         zero_stage: int = 0,
         copies: int = 1,
+        secondary: int | None = None,
         embedding_stages: tuple[int, int] = (0, -1),
         lines: Collection[tuple[Kind, bool]] = EVERY_LINE,
         experts: ExpertLayout | None = None,
@@ -175,12 +180,12 @@ class Mesh:
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
         `init_method` is `env://` or `file://PATH`, as torch.distributed has it; a `store` that is open takes its place.
-        `copies` is the number of groups that shard what ZeRO shards. `embedding_stages` hold the first and the last
-        position of the model; `lines` are those of `p2p_axes`. `experts` is the grid of a model with experts, on the
-        same ranks.
+        `copies` groups shard what ZeRO shards, and `secondary` neighbours of each keep what was gathered. The first and
+        the last position of the model are on `embedding_stages`; `lines` are those of `p2p_axes`. `experts` is the grid
+        of a model with experts, on the same ranks.
         """
         layout, record, device = layout or Layout(), record or RankRecord(), device or torch.device("cpu")
-        timeout = timedelta(minutes=timeout_minutes)
+        timeout, kept_over = timedelta(minutes=timeout_minutes), (secondary or 0) * layout.tp
         if layout.world_size > 1:
             meeting: dict[str, Any] = {"init_method": init_method} if store is None else {"store": store}
             _meet(backend, rank=rank, world_size=layout.world_size, timeout=timeout, **meeting)
@@ -192,13 +197,12 @@ class Mesh:
         stages, (first, last) = layout.groups("pp"), embedding_stages
         tp = axis("tp", layout.groups("tp"))
         embedding = axis("embedding", [[ranks[first], ranks[last]] for ranks in stages if ranks[first] != ranks[last]])
-        domain = partial(_domain, zero_stage=zero_stage, copies=copies, axis=axis, device=device)
-        domains = {"dense": replace(domain("dense", layout.groups("dp", "cp")), model={"tp": tp}, embedding=embedding)}
-        expert_axes = {}
+        domain = partial(_domain, zero_stage=zero_stage, copies=copies, kept_over=kept_over, axis=axis, device=device)
+        domains = {"dense": domain("dense", layout.groups("dp", "cp"), model={"tp": tp}, embedding=embedding)}
         if experts is not None:
             groups = layout.expert_groups(experts)
-            expert_axes = {name: axis(name, groups[name]) for name in ("ep", "etp")}
-            domains["experts"] = replace(domain("experts", groups["edp"]), model=expert_axes)
+            axes = {name: axis(name, groups[name]) for name in ("ep", "etp")}
+            domains["experts"] = domain("experts", groups["edp"], model=axes)
         return cls(
             layout=layout,
             coordinates=layout.coordinates(rank),
@@ -212,7 +216,7 @@ class Mesh:
             embedding_axis=embedding,
             p2p_axes={(kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind, up in sorted(lines)},
             domains=domains,
-            experts=ExpertParallel(**expert_axes),
+            experts=ExpertParallel(**domains["experts"].model) if experts is not None else ExpertParallel(),
             record=record,
         )
 
@@ -290,18 +294,42 @@ def _domain(
     *,
     zero_stage: int,
     copies: int,
+    kept_over: int,
     axis: partial[Axis],
     device: torch.device,
+    **model: Any,
 ) -> Domain:
-    """Data ranks `groups` of a domain; with ZeRO, in `copies` groups of neighbours that shard what ZeRO shards."""
+    """Data ranks `groups` of a domain; with ZeRO, in `copies` groups of neighbours that shard what ZeRO shards.
+
+    Of every `kept_over` ranks in a row, of the whole stage, those of a group keep what it has gathered; 0: none do.
+    `model` are other fields of the domain.
+    """
     if zero_stage == 0:
-        return Domain(name, replicate=axis("replicate", groups))
+        return Domain(name, replicate=axis("replicate", groups), **model)
     size = len(groups[0]) // copies
     shards = [ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size)]
     replicas = [ranks[i::size] for ranks in groups for i in range(size)]
     shard = axis("shard", shards, at_least=1 if zero_stage == 3 else 2)
     device_mesh = DeviceMesh.from_group(shard.group, device.type) if shard.group and zero_stage == 3 else None
-    return Domain(name, shard=shard, replicate=axis("replicate", replicas), device_mesh=device_mesh)
+    found = Domain(name, shard=shard, replicate=axis("replicate", replicas), device_mesh=device_mesh, **model)
+    if kept_over == 0:
+        return found
+    number = kept_over // (groups[0][1] - groups[0][0])  # apart lie ranks that hold the same
+    neighbours = axis("secondary", [ranks[i : i + number] for ranks in shards for i in range(0, size, number)])
+    return replace(found, secondary=neighbours, secondary_mesh=_cut(shard, neighbours, device))
+
+
+def _cut(shard: Axis, neighbours: Axis, device: torch.device) -> DeviceMesh:
+    """The ranks of `shard` in rows of neighbours.
+
+    torch would make the groups of such a mesh itself, those of this rank's shard group alone: with a second one, whose
+    ranks wait for groups of their own, it hangs. Nothing is sent between rows, so `shard` stands for those groups.
+    """
+    rows = torch.tensor(shard.ranks, dtype=torch.int).view(-1, neighbours.size)
+    assert shard.group is not None and neighbours.group is not None
+    return DeviceMesh.from_group(
+        [shard.group, neighbours.group], device.type, rows, mesh_dim_names=("rows", neighbours.name)
+    )
 
 
 def leave() -> None:

@@ -269,6 +269,7 @@ def serial(config: Config) -> Config:
         use_distributed_optimizer=False,
         zero_stage=None,
         num_distributed_optimizer_instances=1,
+        zero_hpz_partition_size=None,
         optimizer_cpu_offload=False,
         param_cpu_offload=False,
     )

@@ -146,6 +146,22 @@ def test_every_key_is_carried_over_or_listed() -> None:
         ), key
 
 
+def test_neighbours_of_hpz_are_ours_under_stage_3() -> None:
+    """One neighbour is none, which is DeepSpeed's default."""
+    key = "zero_hpz_partition_size"
+
+    def read(stage: int, value: Any) -> tuple[Any, str | None]:
+        found = from_deepspeed({"zero_optimization": {"stage": stage, key: value}})
+        return found.settings.get(key), found.left_out.get(f"zero_optimization.{key}")
+
+    assert read(3, 8) == read(3, 8.0) == (8, None)
+    assert read(3, 1) == (None, None)
+    assert read(2, 8) == (None, "it is for stage 3")
+    assert read(3, "auto")[0] is None and "give the value here" in (read(3, "auto")[1] or "")
+    with pytest.raises(UserError, match=r"zero_hpz_partition_size=\[8\] must be a number"):
+        read(3, [8])
+
+
 def test_the_batch_follows_from_steps_of_accumulation_and_the_data_parallel_size() -> None:
     values = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
     assert from_deepspeed(values, dp=2).settings["global_batch_size"] == 64

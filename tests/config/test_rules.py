@@ -110,6 +110,30 @@ from megatronish.config.fields import FIELDS
             r"^num_dist.*_instances=2 groups .* share nothing with zero_stage=0; add --zero-stage 1, 2 or 3, or leave",
         ),
         (
+            "--dp 8 --zero-stage 2 --zero-hpz-partition-size 4",
+            r"^zero_hpz_partition_size=4 ranks keep .*, and zero_stage=2 shares no parameters; add --zero-stage 3, or",
+        ),
+        (
+            "--dp 8 --zero-stage 3 --zero-hpz-partition-size 1",
+            r"^zero_hpz_partition_size=1 must divide the 8 ranks .* into several groups of several ranks; "
+            r"use --zero-hpz-partition-size 2 or 4$",
+        ),
+        ("--dp 8 --zero-stage 3 --zero_hpz_partition_size 8", r"^zero_hpz_partition_size=8 must divide the 8 ranks"),
+        (
+            "--dp 4 --cp 2 --dp-replicate 2 --zero-stage 3 --zero-hpz-partition-size 3",
+            r"^zero_hpz_partition_size=3 must divide the 4 ranks .* data_parallel_size x context_.*; use .*-size 2$",
+        ),
+        ("--dp 3 --zero-stage 3 --zero-hpz-partition-size 2", r"=2 must divide the 3 ranks .*; leave it out$"),
+        (
+            "--num-experts 8 --ep 4 --dp 16 --zero-stage 3 --zero-hpz-partition-size 4",
+            r"^zero_hpz_partition_size=4 x tensor_model_parallel_size=1 = 4 ranks must hold each expert several times, "
+            r"and expert_model_parallel_size=4 x expert_tensor_parallel_size=1 = 4 hold it once; use .*-size 8, or a",
+        ),
+        (
+            "--num-experts 8 --ep 4 --dp 8 --zero-stage 3 --zero-hpz-partition-size 4",
+            r"= 4 ranks must hold each expert several times, .* hold it once; use a smaller --ep, or leave --zero-hpz-",
+        ),
+        (
             "--dp 2 --optimizer-cpu-offload",
             r"^optimizer_cpu_offload .*, and zero_stage=0 shares nothing; add --zero-stage 1, 2 or 3, or leave it out",
         ),

@@ -82,6 +82,28 @@ def test_copies_of_shards_and_experts_add_a_group_each() -> None:
     assert counted() == (plain + 2, 3)
 
 
+def test_neighbours_that_keep_what_is_gathered_add_a_group() -> None:
+    """Of tp 8 with 128 data ranks: 64 of two copies, in eights; and of experts those that hold the same ones."""
+    sizes = {"tensor_model_parallel_size": 8, "data_parallel_size": 128, "zero_stage": 3}
+    sizes |= {"num_distributed_optimizer_instances": 2}
+    started(**sizes)
+    (plain, _), made = counted(), _world.group_count
+    dist.destroy_process_group()
+    dense = started(**sizes, zero_hpz_partition_size=8).domains["dense"]
+    assert counted() == (plain + 1, 3)
+    assert _world.group_count == made + 128  # on every rank, each of the 1,024 is in one
+    assert dense.secondary.ranks == tuple(range(5, 64, 8))  # data ranks 0 to 7 of tp rank 5
+    assert moves(dense.secondary) == "cuda:fake"
+    mesh = dense.secondary_mesh
+    assert mesh is not None and tuple(mesh.mesh.flatten().tolist()) == dense.shard.ranks
+    assert mesh.mesh[0].tolist() == list(dense.secondary.ranks)
+    assert mesh.get_group("secondary") is dense.secondary.group
+    dist.destroy_process_group()
+    experts = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 2, "has_experts": True}
+    alike = started(**sizes, zero_hpz_partition_size=8, **experts).domains["experts"]
+    assert alike.secondary.ranks == (5, 21, 37, 53)  # of the 64 ranks above those that hold what rank 5 does
+
+
 def test_the_part_of_a_backend_for_a_device() -> None:
     assert backend_of("cuda", "cpu:gloo,cuda:nccl") == "cuda:nccl"
     assert backend_of("cpu", "gloo") == "gloo"

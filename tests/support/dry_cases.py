@@ -314,6 +314,18 @@ SINGLE = [
         "--pp 2 --zero-stage 3 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
         num_layers=4,
     ),
+    SingleCase(
+        *("ZeRO-3 kept by neighbours, recomputed", "llama"),
+        "--zero-hpz-partition-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--global-batch-size 16",
+        *("--zero-stage 3", 4),
+        num_layers=6,
+    ),
+    SingleCase(
+        *("experts kept by neighbours", "experts", "--zero-hpz-partition-size 2"),
+        *("--tp 2 --zero-stage 3 --ep 2 --etp 1", 4),
+        num_layers=4,
+    ),
     # torch waits for each gradient of a micro-batch; what is summed over other axes goes to the device and back.
     SingleCase(
         *("parameters on the host", "llama", "--param-cpu-offload", "--tp 2 --sequence-parallel --zero-stage 3"),

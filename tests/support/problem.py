@@ -70,6 +70,8 @@ class Spread:
     zero: int = 0
     copies: int = 1
     offload: str = "none"
+    secondary: int | None = None
+    """Neighbours that keep what ZeRO-3 has gathered (hpZ)."""
     ep: int = 1
     etp: int | None = None
     compile: str | None = None
@@ -101,6 +103,7 @@ class Spread:
             ddp_bucket_size=3000,  # a few parameters: every rank has several buckets
             zero_stage=self.zero,  # type: ignore[arg-type]
             num_distributed_optimizer_instances=self.copies,
+            zero_hpz_partition_size=self.secondary,
             optimizer_cpu_offload=self.offload == "optimizer",
             param_cpu_offload=self.offload == "parameters",
         )

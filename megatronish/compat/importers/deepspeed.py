@@ -6,6 +6,7 @@ from typing import Any
 from megatronish.compat.importers.deepspeed_optimizer import EXACT, optimizer
 from megatronish.compat.importers.deepspeed_scheduler import scheduler
 from megatronish.compat.importers.imported import (
+    AUTO,
     NO_SUCH_RECORD,
     NOT_THERE,
     SPEED,
@@ -184,7 +185,7 @@ def _autocast(found: Imported, values: Mapping[str, Any]) -> None:
 def _zero(found: Imported, values: Mapping[str, Any]) -> None:
     # Offloading has sections of its own, which name a device: NVMe has no counterpart.
     offload = {"offload_optimizer": "optimizer_cpu_offload", "offload_param": "param_cpu_offload"}
-    apply(found, {k: v for k, v in values.items() if k not in offload}, ZERO, within="zero_optimization.")
+    apply(found, {k: v for k, v in values.items() if k not in (*offload, HPZ)}, ZERO, within="zero_optimization.")
     for key, name in offload.items():
         device = text(section(values, key), "device", "none")
         if device == "cpu":
@@ -193,6 +194,15 @@ def _zero(found: Imported, values: Mapping[str, Any]) -> None:
             found.leave_out(
                 f"zero_optimization.{key}", f"{shown(device)} is not there; {FIELDS[name].flag} uses the CPU's memory"
             )
+    # Of one rank, which is DeepSpeed's default, nothing is kept; and below stage 3 DeepSpeed does not read it.
+    if values.get(HPZ) == "auto":
+        found.leave_out(f"zero_optimization.{HPZ}", AUTO)
+    elif (neighbours := number(values, HPZ)) is not None and neighbours != 1:
+        if found.settings.get("zero_stage") == 3:
+            found.set(HPZ, neighbours)
+            found.key_of[HPZ] = f"zero_optimization.{HPZ}"
+        else:
+            found.leave_out(f"zero_optimization.{HPZ}", "it is for stage 3")
     # Stage 0 shares nothing, so there is no share to offload, and the rules of the config would refuse the flags.
     if not found.settings.get("zero_stage"):
         for name in offload.values():
@@ -278,6 +288,7 @@ FP16: dict[str, Rule] = {
 
 FP16_DEFAULTS = {"loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0}
 
+HPZ = "zero_hpz_partition_size"  # there and here
 ZERO: dict[str, Rule] = {
     "stage": field("zero_stage"),
     "overlap_comm": field("overlap_grad_reduce"),
@@ -298,7 +309,6 @@ ZERO: dict[str, Rule] = {
                 "cpu_offload_use_pin_memory",
                 "elastic_checkpoint",
                 "load_from_fp32_weights",
-                "zero_hpz_partition_size",
                 "use_multi_rank_bucket_allreduce",
             ),
             *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),

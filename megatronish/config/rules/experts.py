@@ -57,6 +57,29 @@ def _copies(config: Config) -> str | None:
     )
 
 
+def _neighbours(config: Config) -> str | None:
+    """Complaint about neighbours (hpZ) that do not hold every expert alike, and more than once."""
+    number = config.parallel.zero_hpz_partition_size
+    if config.model.num_experts is None or number is None or config.parallel.zero < 3:
+        return None
+    layout, (ep, etp) = config.layout, config.parallel.expert_layout
+    ranks, grid = number * layout.tp, ep * etp
+    if ranks % grid == 0 and ranks > grid:
+        return None
+    shared = layout.dp * layout.cp // config.parallel.num_distributed_optimizer_instances
+    sizes = [
+        size
+        for size in range(2, shared)
+        if shared % size == 0 and size * layout.tp % grid == 0 and size * layout.tp > grid
+    ]
+    remedy = f"use --zero-hpz-partition-size {one_of(sizes)}, or" if sizes else "use"
+    return (
+        f"zero_hpz_partition_size={number} x tensor_model_parallel_size={layout.tp} = {ranks} ranks must hold each "
+        f"expert several times, and {_EP}={ep} x {_ETP}={etp} = {grid} hold it once; {remedy} a smaller --ep, or leave "
+        "--zero-hpz-partition-size out"
+    )
+
+
 def _sequence_over_tp(config: Config) -> str | None:
     """Complaint about tokens that tp ranks cannot share out for the router."""
     layout, length = config.layout, config.training.seq_length
@@ -198,6 +221,13 @@ RULES = (
     ),
     ConfigRule(_GRID, _grid),
     ConfigRule((*_GRID, "num_distributed_optimizer_instances"), _copies),
+    ConfigRule(
+        (
+            *(*_GRID, "zero_stage", "use_distributed_optimizer"),
+            *("num_distributed_optimizer_instances", "zero_hpz_partition_size"),
+        ),
+        _neighbours,
+    ),
     ConfigRule((*MESH, "num_experts", "seq_length"), _sequence_over_tp),
     ConfigRule(("num_experts", "moe_layer_freq", "num_layers"), _layers),
     ConfigRule(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _chosen),

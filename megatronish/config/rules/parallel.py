@@ -127,6 +127,28 @@ def _copies(config: Config) -> str | None:
     )
 
 
+def _neighbours(config: Config) -> str | None:
+    """Complaint about neighbours that cannot keep what ZeRO-3 has gathered (hpZ)."""
+    parallel, number = config.parallel, config.parallel.zero_hpz_partition_size
+    if number is None:
+        return None
+    setting = f"zero_hpz_partition_size={number}"
+    if parallel.zero < 3:
+        return (
+            f"{setting} ranks keep what has been gathered, and zero_stage={parallel.zero} shares no parameters; "
+            "add --zero-stage 3, or leave it out"
+        )
+    ranks = config.layout.dp * config.layout.cp // parallel.num_distributed_optimizer_instances
+    if 1 < number < ranks and ranks % number == 0:
+        return None
+    sizes = [size for size in range(2, ranks) if ranks % size == 0]
+    return (
+        f"{setting} must divide the {ranks} ranks that share a parameter, data_parallel_size x context_parallel_size / "
+        f"num_distributed_optimizer_instances, into several groups of several ranks; "
+        + (f"use --zero-hpz-partition-size {one_of(sizes)}" if sizes else "leave it out")
+    )
+
+
 def _offload(config: Config) -> str | None:
     parallel = config.parallel
     if parallel.param_cpu_offload and parallel.zero < 3:
@@ -145,5 +167,6 @@ def _offload(config: Config) -> str | None:
 ZERO_RULES = (
     ConfigRule((*_ZERO, *_SCHEDULE), _zero),
     ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances"), _copies),
+    ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances", "zero_hpz_partition_size"), _neighbours),
     ConfigRule((*_ZERO, "optimizer_cpu_offload", "param_cpu_offload"), _offload),
 )

@@ -64,6 +64,8 @@ class ParallelConfig:
         int, tyro.conf.arg(aliases=["--dp-replicate"]), at_least(1), at_most(2**63 - 1)
     ] = 1
     """Hybrid sharding: groups of ranks that share among themselves and hold copies of each other."""
+    zero_hpz_partition_size: Annotated[int | None, at_least(1), at_most(100_000)] = None
+    """hpZ: so many neighbouring ranks keep what ZeRO-3 has gathered, so that a step gathers it over all ranks once."""
     overlap_param_gather: bool = True
     """Gather updated parameters while the next forward computes."""
     optimizer_cpu_offload: bool = False

@@ -17,6 +17,7 @@ UNSET = {
     "decoder_last_pipeline_num_layers": None,
     "use_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,
+    "zero_hpz_partition_size": None,
     "recompute_granularity": None,
     "recompute_method": "uniform",
     "recompute_num_layers": 1,

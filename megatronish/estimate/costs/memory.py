@@ -154,12 +154,12 @@ class MemoryModel:
             if self.device == "cpu":
                 # A CPU's bound: the most of each kind of bytes, which are not there at the same time.
                 waiting, of_logits = self.most_activations(layout, stage, plan)
-                shared = self._transients(layout, stage, sizes, zero, units).shared(plan)
+                shared = self._transients(layout, stage, sizes, zero, units, plan).shared()
                 peaks.append(state._replace(activations=waiting, logits=of_logits, temporary=shared))
                 continue
             alike = max(zero, 1)
             if alike not in fullest:
-                transients = self._transients(layout, stage, sizes, zero, units)
+                transients = self._transients(layout, stage, sizes, zero, units, plan)
                 fullest[alike] = work.fullest(plan, transients)
             activations, logits, temporary, gradients = fullest[alike]
             if of_update > activations + logits + temporary + gradients:
@@ -217,11 +217,11 @@ class MemoryModel:
             state = stage_state(config, StageCounts.of(config, stage, vocab_size=self.vocab_size))
             units = GatheredUnits(0, 0, 0)
             if zero == 3:
-                rows = self._rows_of_kinds(config)
-                units = GatheredUnits.of(self._layer_memory(layout), stage, rows)
+                rows, ends = self._rows_of_kinds(config), self._rows_of_ends(config, stage)
+                units = GatheredUnits.of(self._layer_memory(layout), stage, rows, ends)
                 if not config.adapter.is_used:
                     of_layers = [rows[kind].times(number) for kind, number in stage.counts.items()]
-                    state = with_padding(state, [*of_layers, self._rows_of_ends(config, stage)])
+                    state = with_padding(state, [*of_layers, ends])
             self._states[key] = state, units, muon_bytes(config, stage)
         return self._states[key]
 
@@ -241,14 +241,21 @@ class MemoryModel:
         return Rows.of(ends, data_ranks(config), self.shard_ranks)
 
     def _transients(
-        self, layout: Candidate, stage: StageKinds, sizes: LayerMemory, zero: int, units: GatheredUnits
+        self,
+        layout: Candidate,
+        stage: StageKinds,
+        sizes: LayerMemory,
+        zero: int,
+        units: GatheredUnits,
+        plan: StagePlan,
     ) -> StageTransients:
         number, buckets = len(stage.chunks), list[ChunkBuckets]()
         # Without ZeRO-2 buckets matter where the embedding is in one with the first layer, which is the first stage's.
         for place in range(number if zero == 2 else min(1, stage.is_first * number)):
             is_first, is_last = stage.is_first and place == 0, stage.is_last and place == number - 1
             buckets.append(self._buckets_of(layout, stage.chunks[place], is_first=is_first, is_last=is_last))
-        return StageTransients(sizes, stage, zero, buckets, units, layout.mesh.pp > 1)
+        is_only = plan.num_microbatches * number == 1
+        return StageTransients(sizes, stage, zero, buckets, units, layout.mesh.pp > 1, is_only)
 
     def _buckets_of(self, layout: Candidate, chunk: ChunkKinds, *, is_first: bool, is_last: bool) -> ChunkBuckets:
         mesh, is_pipeline = layout.mesh, layout.mesh.pp > 1

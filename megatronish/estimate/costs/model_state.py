@@ -130,35 +130,43 @@ def stage_state(config: Config, counts: StageCounts) -> Memory:
 class Rows(NamedTuple):
     """Elements on a rank of parameters that learn: with padding, without it, and with an even share of all rows.
 
-    `gathered` are those of whole parameters with padding, by domain.
+    `gathered` are those of whole parameters with padding, by domain; `kept` is the part of them that the rank keeps for
+    its neighbours (hpZ).
     """
 
     padded: int
     own: int
     even: float
     gathered: tuple[int, int]
+    kept: int = 0
 
     @classmethod
     def of(
         cls, parameters: Iterable[StageParameter], ranks: Mapping[str, DataRanks], places: Mapping[str, int]
     ) -> "Rows":
         """Of these parameters, on the rank at these places among those that shard each domain, the first by default."""
-        padded, own, even, gathered = 0, 0, 0.0, [0, 0]
+        padded, own, even, gathered, kept = 0, 0, 0.0, [0, 0], 0
         for parameter in parameters:
-            shard, _ = ranks[parameter.domain]
+            shard, _, secondary = ranks[parameter.domain]
             whole = rounded_up(parameter.rows, shard)
+            kept += whole * parameter.columns // secondary if secondary > 1 else 0
             gathered[parameter.domain == "experts"] += whole * parameter.columns
             if parameter.learns:
                 part = whole // shard
                 padded += part * parameter.columns
                 own += min(max(parameter.rows - part * places.get(parameter.domain, 0), 0), part) * parameter.columns
                 even += parameter.size / shard
-        return cls(padded, own, even, (gathered[0], gathered[1]))
+        return cls(padded, own, even, (gathered[0], gathered[1]), kept)
+
+    @property
+    def part_kept(self) -> float:
+        """Part of what is gathered that the rank keeps for its neighbours."""
+        return self.kept / max(1, sum(self.gathered))
 
     def times(self, number: int) -> "Rows":
         """Of so many layers that are alike."""
-        padded, own, even, (dense, experts) = self
-        return Rows(number * padded, number * own, number * even, (number * dense, number * experts))
+        padded, own, even, (dense, experts), kept = self
+        return Rows(number * padded, number * own, number * even, (number * dense, number * experts), number * kept)
 
 
 def with_padding(memory: Memory, rows: Sequence[Rows]) -> Memory:

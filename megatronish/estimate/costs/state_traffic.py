@@ -21,25 +21,33 @@ from megatronish.parallel.bucketing import RoundSize, cut_into_buckets, padded_s
 
 
 class DataRanks(NamedTuple):
-    """Data ranks of a domain: those that shard what ZeRO shards, and the copies of these."""
+    """Data ranks of a domain: those that shard what ZeRO shards, and the copies of these.
+
+    `secondary` neighbours of the former keep what ZeRO-3 has gathered (hpZ); 1 if it is not kept.
+    """
 
     shard: int
     copies: int
+    secondary: int = 1
 
     @classmethod
-    def of(cls, number: int, copies: int) -> "DataRanks":
+    def of(cls, number: int, copies: int, secondary: int = 1) -> "DataRanks":
         """So many ranks in so many groups that are copies of each other."""
-        return cls(number // copies, copies)
+        return cls(number // copies, copies, secondary)
 
 
 def data_ranks(config: Config) -> dict[str, DataRanks]:
     """Data ranks of each domain that the mesh of a config has."""
     parallel, layout = config.parallel, config.layout
-    numbers = {"dense": layout.dp * layout.cp}
-    if config.model.num_experts is not None:
-        numbers["experts"] = layout.dp * layout.cp * layout.tp // prod(parallel.expert_layout)
     copies = parallel.num_distributed_optimizer_instances
-    return {name: DataRanks.of(number, copies if parallel.zero else number) for name, number in numbers.items()}
+    grids = {"dense": layout.tp}  # ranks that have one copy of what a domain has
+    if config.model.num_experts is not None:
+        grids["experts"] = prod(parallel.expert_layout)
+    ranks, kept_over = layout.dp * layout.cp * layout.tp, (parallel.zero_hpz_partition_size or 0) * layout.tp
+    return {
+        name: DataRanks.of(ranks // grid, copies if parallel.zero else ranks // grid, max(1, kept_over // grid))
+        for name, grid in grids.items()
+    }
 
 
 def owners(mesh: MeshSizes, ranks: DataRanks, domain: str) -> list[tuple[str, int]]:
@@ -132,7 +140,7 @@ class StateTraffic(StepTraffic):
         """ZeRO 0 to 2: gradients are reduced, once a step or with ZeRO-2 once a backward, and parameters gathered."""
         zero, times = self.config.parallel.zero, self.num_microbatches
         for bucket in self.buckets():
-            shard, copies = self.data_ranks[bucket.domain]
+            shard, copies, _ = self.data_ranks[bucket.domain]
             reductions = times * len(bucket.sources) if zero == 2 else 1
             if shard > 1:
                 self.add("shard", "reduce-scatter", reductions * self.reduced_width * bucket.size)
@@ -170,10 +178,13 @@ class StateTraffic(StepTraffic):
         """ZeRO-3: parameters are gathered before every forward and backward, gradients reduced after every backward."""
         times, chunks = self.num_microbatches, len(self.load.layers)
         for parameter in self.parameters:
-            shard, copies = self.data_ranks[parameter.domain]
+            shard, copies, secondary = self.data_ranks[parameter.domain]
             size = rounded_up(parameter.rows, shard) * parameter.columns
             # What is left of the stage around its layers is gathered for every chunk.
             gathers = 2 * times * (1 if parameter.name.startswith("layers.") else chunks)
+            if secondary > 1:  # neighbours keep it from the first time on
+                self.add("secondary", "all-gather", (gathers - 1) * self.width * size)
+                gathers = 1
             if shard > 1:
                 self.add("shard", "all-gather", gathers * self.width * size)
             if not parameter.learns:

@@ -5,6 +5,8 @@ What layers need is in layer_kind_memory.py. Here is what a stage needs besides,
     its begin      gradients of the output layer's weight and input; with ZeRO-3 embedding and head are gathered
     a layer        with ZeRO-2 buckets that fill or are reduced; with ZeRO-3 the layer and the next one are gathered
     its end        the gradient of the embedding
+
+and with hpZ, at all three, the parts that neighbours keep of what is not gathered just then.
 """
 
 from collections import deque
@@ -148,18 +150,22 @@ def muon_bytes(config: Config, stage: StageKinds) -> float:
 class GatheredUnits(NamedTuple):
     """Bytes that ZeRO-3 gathers: the largest layer, two in a row with a gradient; elements of the largest part reduced.
 
-    A base in 4 bits is gathered as it is stored.
+    A base in 4 bits is gathered as it is stored. `kept` are bytes that this rank keeps for its neighbours of all
+    layers, `kept_least` those of one of them, and `kept_rest` of the rest of the stage (hpZ).
     """
 
     largest: int
     following: int
     unit: int
+    kept: float = 0.0
+    kept_least: float = 0.0
+    kept_rest: float = 0.0
 
     @classmethod
-    def of(cls, sizes: LayerMemory, stage: StageKinds, rows: Mapping[LayerKind, Rows]) -> "GatheredUnits":
+    def of(cls, sizes: LayerMemory, stage: StageKinds, rows: Mapping[LayerKind, Rows], ends: Rows) -> "GatheredUnits":
         """Of a stage whose layers have these padded rows; a frozen one gathers them, and reduces its adapters."""
         if not stage.kinds:
-            return cls(0, 0, 0)
+            return cls(0, 0, 0, kept_rest=sizes.element * ends.kept)
         if sizes.freezes:
             unit, layers = max(map(sizes.learned, stage.counts)), [sizes.frozen(kind) for kind in stage.kinds]
         else:
@@ -167,7 +173,9 @@ class GatheredUnits(NamedTuple):
             layers = [sizes.element * sum(rows[kind].gathered) for kind in stage.kinds]
         again = 0 if sizes.freezes else 1
         pairs = (a + b + again * a for a, b in pairwise(layers))
-        return cls(max(layers), max(pairs, default=(1 + again) * max(layers)), unit)
+        parts = [size * rows[kind].part_kept for kind, size in zip(stage.kinds, layers, strict=True)]
+        following = max(pairs, default=(1 + again) * max(layers))
+        return cls(max(layers), following, unit, sum(parts), min(parts), sizes.element * ends.kept)
 
 
 @dataclass
@@ -181,6 +189,8 @@ class StageTransients:
     """Buckets of each chunk; needed under ZeRO-2."""
     units: GatheredUnits
     is_pipeline: bool
+    is_only: bool
+    """Whether a step has one backward."""
 
     def __post_init__(self) -> None:
         config, stage, sizes = self.sizes.config, self.stage, self.sizes
@@ -218,14 +228,15 @@ class StageTransients:
         largest = max(map(self.sizes.learned_by, self.stage.chunks))
         return self.stage.is_first and not is_apart and largest < config.parallel.ddp_bucket_size
 
-    def shared(self, plan: StagePlan) -> int:
+    def shared(self) -> int:
         """Bytes that are whole at most of what ZeRO shares, and those of a weight in 4 bits that is dequantised."""
         dequantised = max(map(self.sizes.dequantised, self.stage.counts), default=0)
         if self.zero == 2:
             # A step begins with no bucket in progress: the first of its backwards finds nothing that another has left.
-            is_only = plan.num_microbatches * len(self.chunks) == 1
             buffers = [
-                buffer for chunk in self.chunks for buffer in (chunk.first, chunk.first if is_only else chunk.later)
+                buffer
+                for chunk in self.chunks
+                for buffer in (chunk.first, chunk.first if self.is_only else chunk.later)
             ]
             return dequantised + max(max(buffer.layers, buffer.end) for buffer in buffers)
         if self.zero < 3:
@@ -235,7 +246,8 @@ class StageTransients:
         if self.sizes.config.reference == "model":  # which no adapter changes, and which is in 4 bits nowhere
             layers = [width * self.sizes.held(kind) for kind in self.stage.kinds]
             following = max(following, max((a + b for a, b in pairwise(layers)), default=max(layers, default=0)))
-        return dequantised + 2 * width * self.rest + following
+        kept = round(self.units.kept + self.units.kept_rest)
+        return dequantised + 2 * width * self.rest + following + kept
 
     def of_backward(self, chunk: int, is_later: bool, *, ends: bool) -> tuple[float, float, float, float]:
         """At the begin of a backward, while any layer is at work, the last one of the chunk, and at the end.
@@ -259,13 +271,15 @@ class StageTransients:
         if is_later:  # the last unit's: with several chunks it may be a layer's
             before = self.reduced * (self.learned_rest if len(self.stage.chunks) == 1 else self.units.unit)
         # The rest of the stage is gathered into one buffer, and then copied out of it; a layer is there, too.
-        begin = rest + before + max(rest, output) + self.units.largest
+        units = self.units
+        begin = rest + before + max(rest, output) + units.largest + units.kept + units.kept_rest
         # Gathered: the rest of the stage, a layer and the next one; of the gradients the head's and the layer's.
         head = self.sizes.table if self.stage.is_last and not self.sizes.freezes else 0
-        at_work = layer + width * (self.rest + head) + self.units.following
-        at_work += max(before, self.reduced * self.units.unit) if self.stage.kinds else self.tied_gradient
+        at_work = layer + width * (self.rest + head) + units.following + units.kept - units.kept_least
+        at_work += max(before, self.reduced * units.unit) if self.stage.kinds else self.tied_gradient
         # What was gathered is freed before gradients are copied to where they are reduced.
         end = self.learned_rest * width + max(rest, self.learned_rest * self.reduced)
+        end += 0.0 if self.is_only else units.kept + units.kept_rest
         return begin, at_work, at_work, end
 
     def of_table(self, chunk: int) -> tuple[float, float]:

@@ -17,71 +17,21 @@ While a layer computes, a GPU gathers the next one's parameters: in a forward be
 backward because each unit knows which one comes next.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, get_process_group_ranks
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from megatronish.parallel import comm
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.data_parallel.gradients import BucketPlan, plan_buckets
+from megatronish.parallel.data_parallel.units import Keeping, make_units
 from megatronish.parallel.data_parallel.zero import OffloadedGradients, memory_on
 from megatronish.parallel.mesh import Axis, Domain
 from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding, fill_initial, flat_pieces
-from megatronish.watch.record import LineRecord
-
-# Transfers of torch's `fully_shard` with their bytes counted on the line of the axis, as those of comm.py are.
-
-
-class CountedAllGather(DefaultAllGather):
-    """Torch's all-gather of a unit's parameters."""
-
-    def __init__(self, line: LineRecord) -> None:
-        self._line = line
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
-    ) -> Any:
-        """[s] -> [size * s], as torch does it."""
-        _count(self._line, "all_gather", input_tensor, group)
-        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
-
-
-class CountedReduceScatter(DefaultReduceScatter):
-    """Torch's reduce-scatter of a unit's gradients."""
-
-    def __init__(self, line: LineRecord) -> None:
-        self._line = line
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
-    ) -> Any:
-        """[size * s] -> [s], as torch does it."""
-        _count(self._line, "reduce_scatter", input_tensor, group)
-        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
-
-
-def _count(line: LineRecord, operation: str, x: Tensor, group: ProcessGroup) -> None:
-    """Count it on the line of the group that it goes over, which torch chooses: `line`, or another of the rank."""
-    record, ranks = line.record, tuple(get_process_group_ranks(group))
-    if record.counts_bytes:
-        found = line if line.ranks == ranks else next((each for each in record.lines if each.ranks == ranks), None)
-        if found is not None:
-            found.count(operation, x)
-
-
-def count_transfers(unit: FSDPModule, line: LineRecord | None) -> None:
-    """Count the bytes of what a unit gathers and reduces, where its axis has a record."""
-    if line is not None:
-        unit.set_custom_all_gather(CountedAllGather(line))
-        unit.set_custom_reduce_scatter(CountedReduceScatter(line))
 
 
 class FullySharded:
@@ -107,12 +57,12 @@ class FullySharded:
             if parameter.is_floating_point() and not parameter.requires_grad:  # it needs no master
                 parameter.data = parameter.data.to(settings.dtype)
         domain_of = {name: domains[sharding.domain] for name, sharding in shardings.items()}
+        self._keeping = Keeping()
         # 1. Units, from the inside out: what has its own data ranks (experts), every layer, and the rest of the stage.
+        make = partial(make_units, settings=settings, keeping=self._keeping)
         for module, domain in _of_other_domains(stage, domain_of):
-            _fully_shard([module], domain, settings)
-        self._stage, *layers = _fully_shard(
-            [stage, *(layer for chunk in chunks for layer in chunk)], domains["dense"], settings
-        )
+            make([module], domain)
+        self._stage, *layers = make([stage, *(layer for chunk in chunks for layer in chunk)], domains["dense"])
         # 2. Prefetch in a backward, inside of a chunk; between chunks the schedule decides (`begin_action`).
         waiting = iter(layers)
         self._chunks = [list(islice(waiting, len(chunk))) for chunk in chunks]
@@ -181,12 +131,14 @@ class FullySharded:
 
     def zero(self) -> None:
         """Forget the gradients of the step before."""
+        self._keeping.forget()
         for total in self._sums:
             total.zero_()
 
     def begin_action(self, action: tuple[str, int, int], is_last: bool) -> None:
         """(kind, chunk, micro-batch) comes next, and is the last of its kind in its chunk or not."""
         kind, chunk, _ = action
+        self._keeping.begin_action(kind, chunk, is_last=is_last)
         if kind == "B":
             # A backward that is not its chunk's last leaves its reductions in progress: they overlap with what comes
             # next.
@@ -268,27 +220,6 @@ def _of_other_domains(stage: nn.Module, domain_of: Mapping[str, Domain]) -> Iter
         if len(names) == 1 and names != {"dense"} and not any(path.startswith(f"{other}.") for other in paths):
             paths.append(path)
             yield module, next(domain for domain in domain_of.values() if domain.name in names)
-
-
-def _fully_shard(modules: Sequence[nn.Module], domain: Domain, settings: DataParallelSettings) -> list[FSDPModule]:
-    """From the last to the first, as a module takes what those inside it have not taken. Gradients add up as sums."""
-    mesh = domain.device_mesh
-    assert mesh is not None, "the mesh was made for another stage of ZeRO"
-    # torch warns, in every step after a save, of writing into the output: nothing here does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    precision = MixedPrecisionPolicy(
-        param_dtype=settings.dtype, reduce_dtype=settings.reduce_dtype, cast_forward_inputs=False
-    )
-    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if settings.offload == "parameters" else OffloadPolicy()
-    for module in reversed(modules):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
-    units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
-    # Sums and no means: the loss is divided once, by a count over all ranks.
-    for unit in units:
-        unit.set_gradient_divide_factor(1)
-        unit.set_force_sum_reduction_for_comms(True)
-        count_transfers(unit, domain.shard.line)
-    return units
 
 
 def _sharded(stage: nn.Module) -> Iterator[tuple[str, DTensor]]:

@@ -4,13 +4,15 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engines import evaluated
-from jobs import run_job, tiny
+from jobs import run_job, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
+from saved_runs import assert_same_bits
 from sweeps import further, some_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,8 +24,8 @@ from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 from megatronish.model.gpt import TransformerBlock
-from megatronish.parallel.data_parallel import fully_sharded
-from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.data_parallel import units
+from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
@@ -232,18 +234,38 @@ def initial(place: Place, flags: str) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in engine.stage.model.named_parameters()}
 
 
-def test_verify_layout_takes_it_for_any_other_stage(tmp_path: Path) -> None:
-    argv = tiny(tmp_path / "run", "--steps 2 --dp 4 --dp-replicate 2 --zero-stage 3 --param-cpu-offload")
+@pytest.mark.parametrize("flags", ["--dp-replicate 2 --param-cpu-offload", "--zero-hpz-partition-size 2"])
+def test_verify_layout_takes_it_for_any_other_stage(tmp_path: Path, flags: str) -> None:
+    argv = tiny(tmp_path / "run", f"--steps 2 --dp 4 --zero-stage 3 {flags}")
     ended = run_job(argv, tmp_path, main=verify_layout.main)
     assert ended.status == 0, ended
     assert "trains the same model" in ended.output
 
 
-def test_a_transfer_is_counted_on_the_line_of_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_neighbours_keep_what_is_gathered_writes_the_same_run(tmp_path: Path) -> None:
+    """With evaluations, checks of replicas and saves in between; then it goes on in another layout, and in its own."""
+    flags = "--zero-stage 3 --global-batch-size 8 --eval-interval 1 --eval-iters 1 --save-interval 2"
+    flags += " --check-replicas-interval 1"
+    kept = f"{flags} --dp 4 --cp 2 --dp-replicate 2 --zero-hpz-partition-size 2"
+    for name, layout in (("kept", kept), ("plain", kept.replace("--zero-hpz-partition-size 2", ""))):
+        train_on_ranks(tiny(tmp_path / name, f"{layout} --train-iters 2"), world_size=8)
+    train_on_ranks(tiny(tmp_path / "kept", f"{flags} --dp 2 --train-iters 4"), world_size=2)
+    train_on_ranks(tiny(tmp_path / "plain", f"{flags} --dp 2 --train-iters 4"), world_size=2)
+    train_on_ranks(tiny(tmp_path / "kept", f"{kept} --train-iters 6"), world_size=8)
+    train_on_ranks(tiny(tmp_path / "plain", f"{flags} --dp 4 --cp 2 --dp-replicate 2 --train-iters 6"), world_size=8)
+    assert steps_of(tmp_path / "kept") == steps_of(tmp_path / "plain")
+    assert list(steps_of(tmp_path / "kept")) == [1, 2, 3, 4, 5, 6]
+    mine, other = (tmp_path / name / "checkpoints" / "step_00000006" for name in ("kept", "plain"))
+    assert_same_bits(mine, other)
+
+
+def test_a_transfer_is_counted_on_the_line_of_its_own_group() -> None:
+    """Also where another line, that of cp, has the same ranks."""
     record = RankRecord()
-    shard, copies = record.line("dp_cp_shard", [0, 1]), record.line("dp_replicate", [0, 2])
+    lines = [record.line(name, [0, 1]) for name in ("cp", "shard", "secondary")]
+    groups = [SimpleNamespace(group_name=str(number)) for number in range(3)]
+    axes = [Axis("", 2, 0, (0, 1), group, line) for group, line in zip(groups, lines, strict=True)]  # type: ignore[arg-type]
     record.count_bytes()
-    for ranks in ((0, 2), (0, 2), (0, 1), (0, 3)):  # the last is no line of this rank
-        monkeypatch.setattr(fully_sharded, "get_process_group_ranks", lambda _group, ranks=ranks: list(ranks))
-        fully_sharded._count(shard, "all_gather", torch.zeros(5), None)  # type: ignore[arg-type]
-    assert (shard.sent, copies.sent) == ({"all_gather": 20}, {"all_gather": 40})
+    for number in (2, 2, 1, 0):  # the last is not one of the unit's
+        units._count(axes[1:], "all_gather", torch.zeros(5), groups[number])  # type: ignore[arg-type]
+    assert [dict(line.sent) for line in lines] == [{}, {"all_gather": 20}, {"all_gather": 40}]

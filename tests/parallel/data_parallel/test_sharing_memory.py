@@ -133,6 +133,7 @@ CASES = [
     *(f"--dp 2 --tp 2 --sequence-parallel --zero-stage {stage} --bf16" for stage in range(4)),
     "--dp 2 --zero-stage 2 --bf16 --grad-reduce-in-bf16",
     "--cp 2 --pp 2 --zero-stage 2 --bf16 --optimizer sgd",
+    "--dp 4 --zero-stage 3 --zero-hpz-partition-size 2 --bf16",
 ]
 FURTHER = [
     *(f"--zero-stage {stage} --bf16" for stage in (0, 2)),
@@ -226,6 +227,34 @@ def test_zero_3_holds_two_layers_at_once_and_what_is_around_them() -> None:
             *moments, after = seen.moments
             assert set(moments) <= {seen.rest + seen.layer, seen.rest + 2 * seen.layer}
             assert after == 0
+
+
+def watch_kept(place: Place, flags: str) -> tuple[list[int], Shape]:
+    """Bytes of the model's parameters on this rank as each action begins, and after the step."""
+    job = open_job(place, flags)
+    engine = job.build_engine()
+    sharing, moments = engine.data_parallel, list[int]()
+    begin = sharing.begin_action
+
+    def look(action: tuple[str, int, int], is_last: bool) -> None:
+        moments.append(sum(storages(engine.stage.model.parameters()).values()))
+        begin(action, is_last)
+
+    sharing.begin_action = look  # type: ignore[method-assign]
+    take_step(job, engine, 0)
+    moments.append(sum(storages(engine.stage.model.parameters()).values()))
+    return moments, shape_of(engine)
+
+
+@pytest.mark.parametrize("layout", ["--dp 4", "--dp 2 --cp 2", "--dp 4 --tp 2 --sequence-parallel"])
+def test_neighbours_keep_what_was_gathered_from_the_first_forward_of_a_step_to_its_end(layout: str) -> None:
+    """In the precision of the run, each of two neighbours a half: what the parameters of modules are meanwhile."""
+    flags = f"{layout} --bf16 --zero-stage 3 --zero-hpz-partition-size 2 --micro-batch-size 1 {NO_DROPOUT}"
+    config = read_config(tiny(Path("never-written"), flags))[0]
+    actions = 2 * config.global_batch_size // config.layout.dp
+    for moments, shape in run_ranks(world_size_of(flags), watch_kept, flags):
+        rows, kept = 4 * shape.padded_share, 2 * shape.padded // 2
+        assert moments == [rows, *[kept] * (actions - 1), rows]
 
 
 # The page

@@ -32,19 +32,20 @@ KINDS = {"c10d::_allgather_base_": "parameters"}  # all others are gradients
 
 
 class Sent(NamedTuple):
-    """Elements and bytes that a rank sends."""
+    """Elements and bytes that a rank sends; elements of parameters also to the neighbours that keep them (hpZ)."""
 
     gradients: Fraction
     parameters: Fraction
     bytes: Fraction
+    neighbours: Fraction = Fraction()
 
 
 class Counting(TorchDispatchMode):
     """Counts what collectives send over some groups. Numbers, of losses and norms, are left out."""
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(self, sizes: dict[str, int], neighbours: str | None) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.neighbours = sizes, neighbours
         self.elements: defaultdict[tuple[str, torch.dtype], Fraction] = defaultdict(Fraction)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,6 +54,7 @@ class Counting(TorchDispatchMode):
             largest = max(tensors_in(args), key=Tensor.numel)
             if size is not None and largest.numel() > 1:
                 kind = KINDS.get(function.name(), "gradients")
+                kind = "neighbours" if group_of(args) == self.neighbours else kind
                 self.elements[kind, largest.dtype] += (
                     SENDS[function.name()] * largest.numel() * Fraction(size - 1, size)
                 )
@@ -60,12 +62,12 @@ class Counting(TorchDispatchMode):
 
     def sent(self) -> Sent:
         """Elements of gradients and of parameters, and bytes, sent in all."""
-        gradients, parameters = (
+        gradients, parameters, neighbours = (
             sum((count for (of, _), count in self.elements.items() if of == kind), Fraction())
-            for kind in ("gradients", "parameters")
+            for kind in ("gradients", "parameters", "neighbours")
         )
         in_bytes = sum((count * SIZE[dtype] for (_, dtype), count in self.elements.items()), Fraction())
-        return Sent(gradients, parameters, in_bytes)
+        return Sent(gradients, parameters, in_bytes, neighbours)
 
 
 def group_of(args: Any) -> str:
@@ -90,8 +92,10 @@ def send(place: Place, flags: str) -> tuple[Sent, Shape, int]:
     take_step(job, engine, 0)
     mesh = job.mesh
     dense = mesh.domains["dense"]
-    axes = [axis for axis in (dense.shard, dense.replicate) if axis.group is not None]
-    with Counting({axis.group.group_name: axis.size for axis in axes if axis.group is not None}) as counting:
+    axes = (dense.shard, dense.replicate, dense.secondary)
+    sizes = {axis.group.group_name: axis.size for axis in axes if axis.group is not None}
+    kept_over = dense.secondary.group
+    with Counting(sizes, kept_over.group_name if kept_over is not None else None) as counting:
         take_step(job, engine, 1)
     around = [p for name, p in engine.stage.model.named_parameters() if not name.startswith("layers.")]
     ranks = dense.shard.size
@@ -109,14 +113,18 @@ def formula(flags: str, shape: Shape, around: int) -> Sent:
     part = Fraction(shard_axis - 1, shard_axis)
     # Every chunk of a stage that computes gathers what is around its layers; one of them has its gradients.
     chunks = parallel.num_chunks(config.model.num_layers) if stage == 3 else 1
-    parameters = gathers * part * (shape.padded + (chunks - 1) * around)
+    gathered = gathers * (shape.padded + (chunks - 1) * around)
+    neighbours = Fraction()
+    if (number := parallel.zero_hpz_partition_size) is not None:  # over all ranks once, in the first forward
+        neighbours, gathered = Fraction(number - 1, number) * (gathered - shape.padded), shape.padded
+    parameters = part * gathered
     copied = shape.kept if stage == 3 else shape.padded_share
     gradients = (reductions * part * shape.padded if stage else 0) + Fraction(
         2 * copied * (replicate_axis - 1), replicate_axis
     )
     element = 4 if config.training.precision == "fp32" else 2
     summed = 2 if parallel.grad_reduce_in_bf16 else 4
-    return Sent(gradients, parameters, summed * gradients + element * parameters)
+    return Sent(gradients, parameters, summed * gradients + element * (parameters + neighbours), neighbours)
 
 
 def times(stage: int, m: int) -> tuple[int, int]:
@@ -125,6 +133,7 @@ def times(stage: int, m: int) -> tuple[int, int]:
 
 
 SMALL = f"--ddp-bucket-size 3000 --global-batch-size 12 {NO_DROPOUT}"
+HPZ = "--dp 4 --zero-stage 3 --zero-hpz-partition-size 2"
 CASES = [
     *(f"--dp 3 --zero-stage {stage} --bf16" for stage in range(4)),
     *(f"--dp 2 --zero-stage {stage}" for stage in range(4)),
@@ -136,6 +145,12 @@ CASES = [
     "--dp 2 --zero-stage 1 --pp 2 --pipeline-schedule zb-h1 --optimizer-cpu-offload",
     "--dp 2 --zero-stage 3 --bf16 --recompute-granularity full --recompute-num-layers 2 --param-cpu-offload",
     "--dp 2 --zero-stage 3 --pp 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+    f"{HPZ} --bf16",
+    f"{HPZ} --micro-batch-size 3 --recompute-granularity full",
+    f"{HPZ} --tp 2 --sequence-parallel --param-cpu-offload",
+    f"{HPZ} --pp 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+    "--dp 6 --zero-stage 3 --zero-hpz-partition-size 3",
+    f"{HPZ} --cp 2 --dp-replicate 2",
 ]
 FURTHER = [
     *(f"--dp 2 --zero-stage {stage}" for stage in (0, 1, 3)),  # as with three ranks

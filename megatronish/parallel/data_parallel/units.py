@@ -1,0 +1,150 @@
+"""Units of torch's `fully_shard`, each gathered and reduced as one: bytes counted, and what neighbours keep of it.
+
+hpZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209), where N ranks are those of a machine: a forward gathers a unit over
+all ranks that shard it, from rows in fp32. When it ends, each rank keeps one part of N, in the precision of the run:
+the secondary partition. The backward gathers it over these N ranks alone.
+
+No parameter changes inside a step. So every later forward and backward of the step gathers over the N ranks, too, and
+not only the first backward: torch's own `reshard_after_forward=N` forgets the parts after every backward. They are
+forgotten when the last backward of the step is done with them; between two steps there are rows alone.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
+from megatronish.parallel.mesh import Axis, Domain
+
+# Transfers of torch's `fully_shard` with their bytes counted on the line of the axis, as those of comm.py are.
+
+
+class CountedAllGather(DefaultAllGather):
+    """Torch's all-gather of a unit's parameters, over one of these axes, which torch chooses."""
+
+    def __init__(self, *axes: Axis) -> None:
+        self._axes = axes
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
+    ) -> Any:
+        """[s] -> [size * s], as torch does it."""
+        _count(self._axes, "all_gather", input_tensor, group)
+        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
+
+
+class CountedReduceScatter(DefaultReduceScatter):
+    """Torch's reduce-scatter of a unit's gradients, over one of these axes."""
+
+    def __init__(self, *axes: Axis) -> None:
+        self._axes = axes
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
+    ) -> Any:
+        """[size * s] -> [s], as torch does it."""
+        _count(self._axes, "reduce_scatter", input_tensor, group)
+        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
+
+
+def _count(axes: Sequence[Axis], operation: str, x: Tensor, group: ProcessGroup) -> None:
+    """Count x on the line of that axis whose group it goes over: ranks of several lines may be the same."""
+    for axis in axes:
+        if axis.line is not None and axis.group is not None and axis.group.group_name == group.group_name:
+            axis.line.count(operation, x)
+
+
+# What neighbours keep
+
+
+class Keeping:
+    """Whether units keep their parts: from the first forward of a step until its last backward begins."""
+
+    def __init__(self) -> None:
+        self._chunks: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
+
+    def begin_action(self, kind: str, chunk: int, *, is_last: bool) -> None:
+        """An action of this kind comes next in a chunk, and is the last of its kind there or not."""
+        if kind == "F":
+            self._chunks.add(chunk)
+        elif is_last:
+            self._chunks.discard(chunk)
+
+    def forget(self) -> None:
+        """A step begins, whatever became of the one before."""
+        self._chunks.clear()
+
+
+class KeptGroup(FSDPParamGroup):
+    """What torch gathers for a unit, which is kept by neighbours while `keeping` says so."""
+
+    keeping: Keeping
+
+    def reshard(self) -> None:
+        """The unit is not needed whole for now. Torch calls it after every forward and backward, and when all ends."""
+        if self.keeping:
+            if self.is_unsharded:  # else it is kept already, or was not gathered yet
+                self._to_sharded_post_forward()
+                # The parts are copied where layers compute, and gathered from elsewhere: on a GPU that must wait.
+                self._reshard_after_forward_event = self.device_handle.Event()
+                self._reshard_after_forward_event.record()
+            return
+        self._to_sharded()
+        for parameter in self.fsdp_params:  # of a unit without a backward they are there still
+            parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
+
+
+def keep_over(unit: FSDPModule, mesh: DeviceMesh, keeping: Keeping) -> None:
+    """From now on the neighbours in a row of `mesh` keep what the unit has gathered."""
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in _groups_of(unit):
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = info
+            # It reads the whole parameter's shape alone.
+            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+        group.post_forward_mesh_info = info
+        group.__class__ = KeptGroup
+        assert isinstance(group, KeptGroup)
+        group.keeping = keeping
+
+
+def _groups_of(unit: FSDPModule) -> Sequence[FSDPParamGroup]:
+    return unit._get_fsdp_state()._fsdp_param_groups
+
+
+def make_units(
+    modules: Sequence[nn.Module], domain: Domain, settings: DataParallelSettings, keeping: Keeping
+) -> list[FSDPModule]:
+    """From the last to the first, as a module takes what those inside it have not taken. Gradients add up as sums."""
+    mesh = domain.device_mesh
+    assert mesh is not None, "the mesh was made for another stage of ZeRO"
+    # torch warns, in every step after a save, of writing into the output: nothing here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    precision = MixedPrecisionPolicy(
+        param_dtype=settings.dtype, reduce_dtype=settings.reduce_dtype, cast_forward_inputs=False
+    )
+    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if settings.offload == "parameters" else OffloadPolicy()
+    for module in reversed(modules):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
+    units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+    # Sums and no means: the loss is divided once, by a count over all ranks.
+    for unit in units:
+        unit.set_gradient_divide_factor(1)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_custom_all_gather(CountedAllGather(domain.shard, domain.secondary))
+        unit.set_custom_reduce_scatter(CountedReduceScatter(domain.shard))
+        if domain.secondary_mesh is not None:
+            keep_over(unit, domain.secondary_mesh, keeping)
+    return units
