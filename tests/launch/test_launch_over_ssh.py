@@ -24,6 +24,8 @@ if [ "$host" = gone ]; then echo "ssh: Could not resolve hostname gone" >&2; exi
 case "$*" in *launch.host*) echo $$ > "$(dirname "$0")/$host.pid";; esac
 exec env -i PATH="$PATH" HOME="$HOME" OMP_NUM_THREADS=1 sh -c "$*"
 """
+# In one piece, which print does not write where output has no buffer.
+TELL = 'import os\nos.write(1, f\'{os.environ["RANK"]} {os.environ["MASTER_ADDR"]}\\n\'.encode())\n'
 SLOW = "--train-iters 10000 --log-interval 1"
 
 
@@ -102,7 +104,8 @@ def test_each_rank_knows_its_place_and_its_devices(hosts: Hosts, tmp_path: Path)
     (tmp_path / "tell.py").write_text(
         "import os, sys\n"
         "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE CUDA_VISIBLE_DEVICES GLOO_MARK MINE'.split()\n"
-        "print(*(os.environ.get(name) for name in names), *sys.argv[1:], os.getcwd())\n"
+        "words = [*(str(os.environ.get(name)) for name in names), *sys.argv[1:], os.getcwd()]\n"
+        "os.write(1, (' '.join(words) + '\\n').encode())\n"
     )
     done = hosts.run("--exclude alpha:0 --export MINE=5", str(tmp_path / "tell.py"), "a b", "$HOME")
     assert done.returncode == 0
@@ -114,7 +117,7 @@ def test_each_rank_knows_its_place_and_its_devices(hosts: Hosts, tmp_path: Path)
 
 
 def test_this_host_alone_is_started_without_ssh(hosts: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "tell.py").write_text("import os\nprint(os.environ['RANK'], os.environ['MASTER_ADDR'])\n")
+    (tmp_path / "tell.py").write_text(TELL)
     done = hosts.run("--no-ssh --node-rank 1", str(tmp_path / "tell.py"))
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["2 alpha", "3 alpha"])
 
@@ -156,7 +159,7 @@ def test_a_rank_that_fails_is_the_reason_and_those_that_are_ended_are_not(hosts:
 def test_a_host_that_is_this_machine_needs_no_ssh(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     (tmp_path / "bin" / "ssh").unlink()
-    (tmp_path / "tell.py").write_text("import os\nprint(os.environ['RANK'], os.environ['MASTER_ADDR'])\n")
+    (tmp_path / "tell.py").write_text(TELL)
     done = hosts.run("", str(tmp_path / "tell.py"))
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()[1:]) == ["localhost: 0 127.0.0.1", "localhost: 1 127.0.0.1"]
