@@ -28,6 +28,7 @@ ROWS = (
         "parallel.all_or_none",
         "parallel.bucketing",
         "parallel.comm",
+        "parallel.disk",
         "parallel.pinned",
         "parallel.ranges",
         "parallel.sharding",

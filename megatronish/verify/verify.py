@@ -271,6 +271,7 @@ def serial(config: Config) -> Config:
         num_distributed_optimizer_instances=1,
         optimizer_cpu_offload=False,
         param_cpu_offload=False,
+        offload_folder=None,
     )
     training = replace(config.training, global_batch_size=config.global_batch_size)
     return replace(config, parallel=parallel, training=training, recompute=RecomputeConfig())

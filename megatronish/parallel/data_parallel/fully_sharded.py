@@ -30,10 +30,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 
 from megatronish.parallel import comm
-from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
+from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings, Offload
 from megatronish.parallel.data_parallel.gradients import BucketPlan, plan_buckets
 from megatronish.parallel.data_parallel.zero import OffloadedGradients, memory_on
+from megatronish.parallel.disk import DiskFile, copy_between, release
 from megatronish.parallel.mesh import Axis, Domain
+from megatronish.parallel.pinned import Form
 from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding, fill_initial, flat_pieces
 from megatronish.watch.record import LineRecord
 
@@ -119,7 +121,7 @@ class FullySharded:
         for before, layer in (pair for chunk in self._chunks for pair in pairwise(chunk)):
             layer.set_modules_to_backward_prefetch([before])
         # 3. Memory, now that each rank has only its rows; all of it is filled below or by a checkpoint.
-        stage.to_empty(device=torch.device("cpu") if settings.offload == "parameters" else device)
+        _allocate(stage, settings.offload, device)
 
         # Rows of this rank, flat, and the rectangles of the global tensors that they are.
         kept = {name: parameter for name, parameter in _sharded(stage) if _rows(parameter).numel()}
@@ -133,6 +135,7 @@ class FullySharded:
             if seed is not None:
                 for piece in pieces[name]:
                     fill_initial(piece.view(rows), shardings[name], piece.global_offset, names=(seed, "init", name))
+            release(rows)
 
         # Where gradients add up: buckets of what this rank keeps, which are not sharded further.
         self._plans, frozen = (self._plan(kept, shardings, settings, learns=learns) for learns in (True, False))
@@ -144,11 +147,10 @@ class FullySharded:
             _let_add_up(kept[name], in_=total)
         self._masters: dict[str, Tensor] = {}
         # 4. Masters apart from the rows, where they are offloaded: else the fp32 rows are the masters.
-        if settings.masters_on is not None:
-            self._masters = self._views(memory_on(settings.masters_on, self._sums))
-            for name, master in self._masters.items():
-                master.copy_(self._rows[name])
-        self._offloaded = OffloadedGradients(self._sums, settings.masters_on)
+        if settings.offload.masters_on is not None:
+            self._masters = self._views(memory_on(settings.offload.masters_on, self._sums, settings.offload.folder))
+            copy_between([(master, self._rows[name]) for name, master in self._masters.items()])
+        self._offloaded = OffloadedGradients(self._sums, settings.offload.gradients_on)
         self.gradients = self._views(self._offloaded.tensors)
         self.shards = {name: Shard(self._masters.get(name, rows), pieces[name]) for name, rows in self._rows.items()}
 
@@ -249,8 +251,7 @@ class FullySharded:
 
     def gather_parameters(self, *, frozen: bool = False) -> None:
         """Bring the masters back to where the model is gathered from; the frozen parameters never left."""
-        for name, master in self._masters.items():
-            self._rows[name].copy_(master, non_blocking=True)
+        copy_between([(self._rows[name], master) for name, master in self._masters.items()])
 
     def wait_for_parameters(self) -> None:
         """Nothing to wait for: what a rank keeps is the masters."""
@@ -279,7 +280,8 @@ def _fully_shard(modules: Sequence[nn.Module], domain: Domain, settings: DataPar
     precision = MixedPrecisionPolicy(
         param_dtype=settings.dtype, reduce_dtype=settings.reduce_dtype, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if settings.offload == "parameters" else OffloadPolicy()
+    pins = mesh.device_type == "cuda" and settings.offload.folder is None
+    offload = CPUOffloadPolicy(pins) if settings.offload.what == "parameters" else OffloadPolicy()
     for module in reversed(modules):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
     units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
@@ -289,6 +291,35 @@ def _fully_shard(modules: Sequence[nn.Module], domain: Domain, settings: DataPar
         unit.set_force_sum_reduction_for_comms(True)
         count_transfers(unit, domain.shard.line)
     return units
+
+
+def _allocate(stage: nn.Module, offload: Offload, device: torch.device) -> None:
+    """Give this rank's rows memory: of the device, of the CPU, or in a file, padded as `fully_shard` would pad them."""
+    if offload.what != "parameters" or offload.folder is None:
+        stage.to_empty(device=torch.device("cpu") if offload.what == "parameters" else device)
+        return
+    disk = DiskFile(offload.folder)
+    places = {
+        id(place.sharded_param): place
+        for unit in stage.modules()
+        if isinstance(unit, FSDPModule)
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for place in group.fsdp_params
+    }
+    parameters = [each for each in stage.parameters() if isinstance(each, DTensor)]
+    sizes = [places[id(each)].padded_sharded_param_size for each in parameters]
+    zeros = disk.zeros([Form(tuple(size), each.dtype) for size, each in zip(sizes, parameters, strict=True)])
+    rows = {id(each): padded for each, padded in zip(parameters, zeros, strict=True)}
+
+    def allocated(tensor: Tensor) -> Tensor:
+        if (padded := rows.get(id(tensor))) is None:
+            return torch.empty_like(tensor, device=device)
+        place = places[id(tensor)]
+        # It knows memory that is padded already by its address.
+        place._sharded_param_data = padded.view(-1)
+        return place.to_sharded_dtensor(padded[: place.sharded_size[0]])
+
+    stage._apply(allocated)
 
 
 def _sharded(stage: nn.Module) -> Iterator[tuple[str, DTensor]]:

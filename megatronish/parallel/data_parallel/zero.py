@@ -11,6 +11,7 @@ is not waited for at all: what computes next on the device comes after it.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from megatronish.parallel import comm
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.data_parallel.gradients import BucketPlan, GradientBuckets, Source, plan_buckets
+from megatronish.parallel.disk import DiskFile, copy_between
 from megatronish.parallel.mesh import Domain
 from megatronish.parallel.pinned import Form, pinned_zeros
 from megatronish.parallel.sharding import Shard, Sharding, fill_zeros, flat_pieces
@@ -54,13 +56,13 @@ class FlatParameters:
         shards: dict[str, Shard] = {}
         self._gathering: dict[int, comm.Pending] = {}
         self._bucket_of: dict[str, int] = {}
-        offloaded = _offloaded(plans, parameters, settings.masters_on)
+        offloaded = _offloaded(plans, parameters, settings)
         for number, plan in enumerate(self.plans):
             # Values are drawn in fp32 and rounded once: those of a master into the buffer that the model computes with,
             # those of what is frozen as they are drawn. Integers are a stored form (quantised weights), for a loader.
             first = parameters[plan.names[0]]
             learns = number < self._num_learning
-            apart = learns and (settings.dtype != torch.float32 or settings.masters_on is not None)
+            apart = learns and (settings.dtype != torch.float32 or settings.offload.masters_on is not None)
             dtype = settings.dtype if first.is_floating_point() else first.dtype
             values = torch.zeros(plan.size, dtype=torch.float32 if apart else dtype, device=first.device)
             if seed is not None:
@@ -70,7 +72,8 @@ class FlatParameters:
             if not apart:
                 master = plan.part(flat)
             elif offloaded:
-                master = offloaded[number].copy_(plan.part(values))
+                master = offloaded[number]
+                copy_between([(master, plan.part(values))])
             else:
                 master = plan.part(values).clone()
             del values
@@ -93,7 +96,7 @@ class FlatParameters:
             plan, flat, master = self.plans[number], self.flats[number], self.masters[number]
             part = plan.part(flat)
             if self._are_apart[number]:
-                part.copy_(master, non_blocking=True)
+                copy_between([(part, master)])
             self._gathering[number] = comm.start_all_gather(part, plan.domain.shard, into=flat)
         # Masters that are parts of the buffers may be written next, as by the load of adapters after that of the base:
         # what is still on its way would bring back their old values.
@@ -120,13 +123,13 @@ class FlatParameters:
 
 
 def _offloaded(
-    plans: Sequence[BucketPlan], parameters: Mapping[str, nn.Parameter], masters_on: torch.device | None
+    plans: Sequence[BucketPlan], parameters: Mapping[str, nn.Parameter], settings: DataParallelSettings
 ) -> list[Tensor]:
     """Memory for the masters of these buckets, where they are to live apart from the model; else none."""
-    if masters_on is None:
+    if settings.offload.masters_on is None:
         return []
     shapes = [torch.empty(1, device=parameters[plan.names[0]].device).expand(plan.part_size) for plan in plans]
-    return memory_on(masters_on, shapes)
+    return memory_on(settings.offload.masters_on, shapes, settings.offload.folder)
 
 
 class Zero:
@@ -164,7 +167,7 @@ class Zero:
         self.parameters = FlatParameters(parameters, shardings, plans, frozen, settings, seed=seed)
         self.buckets = GradientBuckets(learning, plans, settings, gives_back=gives_back)
         self.shards: dict[str, Shard] = self.parameters.shards
-        self._offloaded = OffloadedGradients(self.buckets.parts, settings.masters_on)
+        self._offloaded = OffloadedGradients(self.buckets.parts, settings.offload.gradients_on)
         self.gradients: dict[str, Tensor] = {
             name: segment.of(part)
             for plan, part in zip(plans, self._offloaded.tensors, strict=True)
@@ -208,8 +211,13 @@ class Zero:
         self._offloaded.finish()
 
 
-def memory_on(device: torch.device, like: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros of these shapes there; in memory that a GPU can copy from and to without waiting if it is the CPU's."""
+def memory_on(device: torch.device, like: Sequence[Tensor], folder: Path | None = None) -> list[Tensor]:
+    """Zeros of these shapes there, or in a file in the folder.
+
+    They are in memory that a GPU can copy from and to without waiting if it is the CPU's.
+    """
+    if folder is not None:
+        return DiskFile(folder).zeros([Form(tuple(tensor.shape), tensor.dtype) for tensor in like])
     if device.type == "cpu" and any(tensor.device.type == "cuda" for tensor in like):
         return pinned_zeros([Form(tuple(tensor.shape), tensor.dtype) for tensor in like])
     return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in like]
@@ -218,9 +226,9 @@ def memory_on(device: torch.device, like: Sequence[Tensor]) -> list[Tensor]:
 class OffloadedGradients:
     """Flat gradients as the optimizer reads them: themselves, or copies of them where masters live."""
 
-    def __init__(self, gradients: Sequence[Tensor], masters_on: torch.device | None) -> None:
-        self._gradients, self._are_apart, self._factor = gradients, masters_on is not None, 1.0
-        self.tensors = gradients if masters_on is None else memory_on(masters_on, gradients)
+    def __init__(self, gradients: Sequence[Tensor], copies_on: torch.device | None) -> None:
+        self._gradients, self._are_apart, self._factor = gradients, copies_on is not None, 1.0
+        self.tensors = gradients if copies_on is None else memory_on(copies_on, gradients)
 
     def start(self) -> None:
         """Start to copy: the gradients are summed."""
