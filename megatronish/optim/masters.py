@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.sections.optimizer import OptimizerConfig
-from megatronish.parallel.disk import chunks_of, disk_of, streamed, zeros_beside
+from megatronish.parallel.disk import Chunk, disk_of, in_chunks, zeros_beside
 from megatronish.parallel.mesh import Domain
 from megatronish.parallel.sharding import Shard, Sharding
 
@@ -84,12 +84,11 @@ class Update(Protocol):
 
 
 class _Stepped(NamedTuple):
-    """What one call of a torch.optim.Optimizer updates: masters or parts of them, each with its states and gradient."""
+    """What one call of a torch.optim.Optimizer updates: masters or parts of them, each with its states."""
 
     inner: torch.optim.Optimizer
     masters: list[nn.Parameter]
     states: list[dict[str, Tensor]]
-    gradients: list[Tensor]
 
     def start_after(self, num_steps: int) -> None:
         """Set the step counters: torch has one for each parameter, apex one for each group, SGD none."""
@@ -99,25 +98,11 @@ class _Stepped(NamedTuple):
             self.inner.state[master] = state | {"step": torch.tensor(float(num_steps), device=master.device)}
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update; gradients on another device than the masters are copied for it."""
+        """One update."""
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
-        fetched = [master.grad is None for master in self.masters]
-        for master, gradient in zip(self.masters, self.gradients, strict=True):
-            if master.grad is None:
-                master.grad = gradient.to(master.device)
         self.inner.step()
-        for master, is_copy in zip(self.masters, fetched, strict=True):
-            if is_copy:
-                master.grad = None
-
-    @property
-    def written(self) -> list[Tensor]:
-        """The tensors that a step changes."""
-        return [
-            tensor for pair in zip(self.masters, self.states, strict=True) for tensor in (pair[0], *pair[1].values())
-        ]
 
 
 class TorchUpdate:
@@ -137,39 +122,51 @@ class TorchUpdate:
     def __init__(self, masters: Masters, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
         self.parameters = masters.parameters
         self.state = states_of(self.parameters, self.state_names)
-        self._make, self._all = make, masters
-        self.stepped = [self._of(parts) for parts in _divided(self.parameters)]
+        self._make, self._all, self._num_steps = make, masters, 0
+        self._on_disk = [name for name, master in self.parameters.items() if disk_of(master) is not None]
+        names = [name for name in self.parameters if name not in set(self._on_disk)]
+        parameters = [self.parameters[name] for name in names]
+        self.in_memory = self._stepped(names, parameters, [self.state[name] for name in names]) if names else None
         self.start_after(0)
 
-    def _of(self, parts: Sequence[tuple[str, slice | None]]) -> _Stepped:
-        """What updates these parts of masters, or where there is no part the whole ones."""
-        masters, states, gradients, decays = list[nn.Parameter](), list[dict[str, Tensor]](), list[Tensor](), []
-        for name, part in parts:
-            master, gradient, state = self.parameters[name], self._all.gradient_of(name), self.state[name]
-            if part is not None:
-                master, gradient = nn.Parameter(master.detach().view(-1)[part]), gradient.view(-1)[part]
-                state = {key: tensor.view(-1)[part] for key, tensor in state.items()}
-                master.grad = gradient if gradient.device == master.device else None
-            masters.append(master)
-            states.append(state)
-            gradients.append(gradient)
-            decays.append(self._all.decays(name))
+    def _stepped(self, names: Sequence[str], masters: list[nn.Parameter], states: list[dict[str, Tensor]]) -> _Stepped:
+        """What updates these, of the masters of these names the whole or a part."""
         groups = [
-            {"params": chosen, "decays": decaying}
-            for decaying in (True, False)
-            if (chosen := [master for master, each in zip(masters, decays, strict=True) if each == decaying])
+            {"params": chosen, "decays": decays}
+            for decays in (True, False)
+            if (chosen := [each for name, each in zip(names, masters, strict=True) if self._all.decays(name) == decays])
         ]
-        return _Stepped(self._make(groups), masters, states, gradients)
+        return _Stepped(self._make(groups), masters, states)
 
     def start_after(self, num_steps: int) -> None:
         """Set the step counters."""
-        for each in self.stepped:
-            each.start_after(num_steps)
+        self._num_steps = num_steps
+        if self.in_memory is not None:
+            self.in_memory.start_after(num_steps)
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
         """One update; weight decay applies to the masters that decay."""
-        for number in streamed([each.written for each in self.stepped], writes=True):
-            self.stepped[number].step(learning_rate=learning_rate, weight_decay=weight_decay)
+        if self.in_memory is not None:
+            self.in_memory.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        groups = [(self.parameters[name], *self.state[name].values()) for name in self._on_disk]
+        for chunk in in_chunks(groups, writes=True) if groups else ():
+            stepped = self._of_chunk(chunk)
+            stepped.start_after(self._num_steps)
+            stepped.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        self._num_steps += 1
+
+    def _of_chunk(self, chunk: Chunk) -> _Stepped:
+        """What updates the parts of a chunk, with their gradients, from another device copies of them."""
+        names, masters, states = list[str](), list[nn.Parameter](), list[dict[str, Tensor]]()
+        for part, (master, *tensors) in chunk:
+            name = self._on_disk[part.number]
+            parameter = nn.Parameter(master)
+            gradient = self._all.gradient_of(name).view(-1)[part.begin : part.end]
+            parameter.grad = gradient.to(master.device)
+            names.append(name)
+            masters.append(parameter)
+            states.append(dict(zip(self.state_names, tensors, strict=True)))
+        return self._stepped(names, masters, states)
 
 
 def states_of(parameters: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
@@ -180,12 +177,3 @@ def states_of(parameters: Mapping[str, Tensor], names: Sequence[str]) -> dict[st
     for (name, state), tensor in zip(keys, zeros, strict=True):
         states[name][state] = tensor
     return states
-
-
-def _divided(parameters: Mapping[str, Tensor]) -> list[list[tuple[str, slice | None]]]:
-    """What is updated together: all masters in memory, and parts of those on a disk chunk by chunk."""
-    in_memory = [name for name, master in parameters.items() if disk_of(master) is None]
-    names = [name for name in parameters if name not in set(in_memory)]
-    chunks = chunks_of([parameters[name].numel() for name in names])
-    divided: list[list[tuple[str, slice | None]]] = [[(name, None) for name in in_memory]] if in_memory else []
-    return divided + [[(names[part.number], slice(part.begin, part.end)) for part in chunk] for chunk in chunks]

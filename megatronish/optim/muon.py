@@ -23,7 +23,7 @@ from megatronish.optim.adam import AdamW
 from megatronish.optim.masters import Masters, states_of
 from megatronish.parallel import comm
 from megatronish.parallel.bucketing import MOST_AT_ONCE, round_sizes
-from megatronish.parallel.disk import in_chunks, streamed
+from megatronish.parallel.disk import in_chunks
 from megatronish.parallel.mesh import Domain
 from megatronish.parallel.sharding import FlatPiece, Piece, Sharding
 
@@ -352,18 +352,26 @@ class Muon:
             if distribution.contributes(slot)
             for found in distribution.pieces(slot, buffer)
         ]
-        for number in streamed([[piece.view(self._momenta[name])] for name, piece, _ in found], writes=False):
-            name, piece, place = found[number]
-            place.copy_(self._direction(name, piece))
+        momenta = [piece.view(self._momenta[name]) for name, piece, _ in found]
+        parts = list[Tensor]()  # of a piece that is cut, because it lies on a disk
+        for chunk in in_chunks([(each,) for each in momenta], writes=False):
+            for part, (momentum,) in chunk:
+                name, piece, place = found[part.number]
+                gradient = piece.view(self._matrices.gradient_of(name)).view(-1)[part.begin : part.end]
+                parts.append(self._direction(momentum, gradient))
+                if part.end == place.numel():
+                    direction = parts[0] if len(parts) == 1 else torch.cat(parts)
+                    place.copy_(direction.view(place.shape))
+                    parts.clear()
+                elif parts[-1] is momentum:  # which the next chunk takes the place of
+                    parts[-1] = momentum.clone()
         return buffer
 
-    def _direction(self, name: str, piece: Piece | FlatPiece) -> Tensor:
-        """The momentum of a piece, or Nesterov's: the momentum averaged with the gradient once more."""
-        momentum = piece.view(self._momenta[name])
+    def _direction(self, momentum: Tensor, gradient: Tensor) -> Tensor:
+        """The momentum, or Nesterov's: the momentum averaged with the gradient once more."""
         if not self._config.muon_nesterov:
             return momentum
-        gradient = piece.view(self._matrices.gradient_of(name)).to(momentum.device)
-        return gradient.lerp(momentum, self._config.muon_momentum)
+        return gradient.to(momentum.device).lerp(momentum, self._config.muon_momentum)
 
     def _apply(self, distribution: MatrixDistribution, round_: Round, buffer: Tensor, learning_rate: float) -> None:
         """Subtract the updates of this rank's pieces, read from the buffer [ranks, width] of the round."""
@@ -373,8 +381,13 @@ class Muon:
             for slot in round_.slots
             for piece, place in distribution.pieces(slot, buffer)
         ]
-        for number in streamed([[master] for _, master, _ in found], writes=True):
-            matrix, master, place = found[number]
-            # By the whole matrix's shape, never by that of a piece.
-            factor = learning_rate * self._config.muon_extra_scale_factor * scale(*matrix.shape)
-            master.sub_(place.to(master.device), alpha=factor)
+        for chunk in in_chunks([(master,) for _, master, _ in found], writes=True):
+            for part, (master,) in chunk:
+                matrix, piece, place = found[part.number]
+                # By the whole matrix's shape, never by that of a piece.
+                factor = learning_rate * self._config.muon_extra_scale_factor * scale(*matrix.shape)
+                if len(master) == piece.numel():
+                    master.view(place.shape).sub_(place.to(master.device), alpha=factor)
+                else:
+                    update = place.reshape(-1)[part.begin : part.end]
+                    master.sub_(update.to(master.device), alpha=factor)

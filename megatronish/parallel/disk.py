@@ -1,10 +1,12 @@
-"""Disk memory: tensors in a file of a local disk, read ahead of their use and written behind it (--offload-folder).
+"""Disk memory: tensors in a file of a local disk, and the way through them chunk by chunk (--offload-folder).
 
 ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857) keeps on NVMe what ZeRO-Offload keeps in the CPU's memory.
 Here such a tensor is an ordinary one whose memory is a shared mapping of a file: whoever reads or writes it needs to
 know nothing, and the system brings pages as they are touched. Page by page that is slow, and what was touched stays
-until memory is short. So who goes through many tensors does it in chunks, by `streamed`: one thread brings the next
-chunk meanwhile, another writes the one before to the disk and takes it out of memory.
+until memory is short. So who goes through many tensors asks for copies of them, chunk by chunk (`in_chunks`): threads
+read the next chunk into one buffer and write the last one from another, past the system's cache (O_DIRECT), while one
+is computed with. The system keeps both ways consistent: it writes what is new in a mapping before it reads, and forgets
+what it has mapped of what is written.
 
 The file has no name: a run that is killed leaves nothing behind. Its blocks are allocated when a tensor is made: a disk
 that is full says so then, and no write into a mapping ends a rank with SIGBUS later.
@@ -15,9 +17,9 @@ import errno
 import mmap
 import os
 import tempfile
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -31,12 +33,14 @@ from megatronish.core.files import remedy_of_writing
 from megatronish.parallel.pinned import Form
 
 CHUNK = 2**20
-"""Elements of a parameter that are brought into memory together. A multiple of 1,024: whole pages of fp32."""
+"""Elements of a parameter that are in memory together. A multiple of 1,024: whole pages of fp32."""
 DEPTH = 1
 """Chunks that are read ahead of the one that is computed with."""
+REQUEST = 2**20
+"""Bytes that a thread asks the disk for at once."""
+THREADS = 4
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # whose calls let other threads of Python run meanwhile
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # of <linux/mman.h>, since Linux 5.14
 _WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER
 
 
@@ -69,22 +73,29 @@ class DiskFile:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.regions: WeakSet[_Region] = WeakSet()
-        self._size = 0
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
+        self._size, self._rings = 0, list[list[mmap.mmap]]()
+        self.direct: int | None = None
+        """Descriptor that reads and writes past the cache, where the file system can."""
         try:
             self.descriptor = _nameless(folder)
+            with suppress(OSError):
+                self.direct = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_DIRECT)
         except OSError as error:
             raise self.failed(error) from error
 
     def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+        self.threads.shutdown(wait=False)
+        for descriptor in (getattr(self, "descriptor", None), self.direct):
+            if descriptor is not None:
+                os.close(descriptor)
 
     def zeros(self, forms: Sequence[Form]) -> list[Tensor]:
         """A tensor of zeros for each form, each from the start of a page on. RunError if the disk is full."""
         begins, size = list[int](), 0
         for form in forms:
             begins.append(size)
-            size += -(-form.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            size += _paged(form.num_bytes)
         if not size:
             return [torch.zeros(form.shape, dtype=form.dtype) for form in forms]
         block = torch.frombuffer(self._grown_by(size), dtype=torch.uint8)
@@ -109,7 +120,17 @@ class DiskFile:
     def release(self) -> None:
         """Write what is in memory of the whole file, and take it out."""
         for region in list(self.regions):
-            _drop([_Span(region, 0, len(region))])
+            _drop(_Span(region, 0, len(region)))
+
+    def take_ring(self, number: int, size: int) -> list[mmap.mmap]:
+        """So many buffers of at least so many bytes, from page to page, for one who goes through tensors."""
+        ring = self._rings.pop() if self._rings else []
+        fits = len(ring) >= number and all(len(each) >= size for each in ring)
+        return ring if fits else [mmap.mmap(-1, size) for _ in range(number)]
+
+    def give_back(self, ring: list[mmap.mmap]) -> None:
+        """Keep the buffers for the next one."""
+        self._rings = [ring]
 
     def failed(self, error: OSError) -> RunError:
         """What a rank says when the disk fails."""
@@ -117,6 +138,10 @@ class DiskFile:
             f"a file in --offload-folder {self.folder} could not be written: {error.strerror or error}; "
             f"{remedy_of_writing(error, self.folder)} or name another folder"
         )
+
+
+def _paged(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _nameless(folder: Path) -> int:
@@ -145,16 +170,20 @@ def zeros_beside(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-# Streaming. Chunk i is computed with while chunk i + 1 is read and chunk i - 1 is written: with DEPTH chunks ahead,
-# DEPTH + 2 are in memory, because one is read only when the chunk whose place it takes has left.
+# What tensors have in memory beside the way through them in chunks: pages of the mapping that a reader has touched.
 
 
 class _Span(NamedTuple):
-    """Whole pages of a mapping: bytes from its start."""
+    """Bytes of a mapping, from its start."""
 
     region: _Region
     begin: int
     end: int
+
+    @property
+    def place(self) -> int:
+        """Of the first byte in the file."""
+        return self.region.start + self.begin
 
 
 def _span_of(tensor: Tensor) -> _Span | None:
@@ -162,81 +191,38 @@ def _span_of(tensor: Tensor) -> _Span | None:
     if region is None or not tensor.numel():
         return None
     begin = tensor.data_ptr() - region.address
-    end, page = begin + tensor.numel() * tensor.element_size(), mmap.PAGESIZE
-    return _Span(region, begin // page * page, -(-end // page) * page)
+    return _Span(region, begin, begin + tensor.numel() * tensor.element_size())
 
 
-def streamed(chunks: Sequence[Sequence[Tensor]], *, writes: bool) -> Iterator[int]:
-    """The number of each chunk in turn, while its tensors are in memory; what is in memory anyway costs nothing.
-
-    Tensors are contiguous. What `writes` is written to the disk once the next number is asked for. RunError if the disk
-    fails.
-    """
-    spans = [[span for tensor in chunk if (span := _span_of(tensor)) is not None] for chunk in chunks]
-    disks = {span.region.file for chunk in spans for span in chunk}
-    if not disks:
-        yield from range(len(chunks))
-        return
-    try:
-        for disk in disks:  # what others have touched since the last time
-            disk.release()
-        yield from _streamed(spans, writes=writes, depth=DEPTH)
-    except OSError as error:
-        raise next(iter(disks)).failed(error) from error
+def release(*tensors: Tensor) -> None:
+    """Write what is in memory of these tensors to their disk and take it out; nothing for those in memory."""
+    for tensor in tensors:
+        if (span := _span_of(tensor)) is not None:
+            _drop(span)
 
 
-def _streamed(spans: Sequence[Sequence[_Span]], *, writes: bool, depth: int) -> Iterator[int]:
-    ahead, behind = deque[Future[None]](), list[Future[None]]()
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        started = 0
-        for number in range(len(spans)):
-            while started < min(number + depth + 1, len(spans)):
-                before = behind[started - depth - 2] if started >= depth + 2 else None
-                ahead.append(reader.submit(_bring, spans[started], before, writes=writes))
-                started += 1
-            ahead.popleft().result()
-            yield number
-            behind.append(writer.submit(_drop, spans[number], writes=writes))
-        for each in behind:
-            each.result()
-
-
-def _bring(spans: Iterable[_Span], before: Future[None] | None, *, writes: bool) -> None:
-    """Returns once the pages are mapped, for writing if asked for; not before the pages of `before` have left."""
-    if before is not None:
-        before.result()
-    spans = list(spans)
-    for region, begin, end in spans:  # all requests to the disk at once, before one is waited for
-        os.posix_fadvise(region.file.descriptor, region.start + begin, end - begin, os.POSIX_FADV_WILLNEED)
-    for region, begin, end in spans:
-        _advise(region, begin, end, _POPULATE_WRITE if writes else _POPULATE_READ)
-
-
-def _drop(spans: Iterable[_Span], *, writes: bool = True) -> None:
+def _drop(span: _Span) -> None:
     """Unmap the pages, write what is new of them, and give their memory back, in this order: mapped pages stay."""
-    spans = list(spans)
-    for region, begin, end in spans:
-        _advise(region, begin, end, mmap.MADV_DONTNEED)
-        if writes:
-            start, size = ctypes.c_int64(region.start + begin), ctypes.c_int64(end - begin)
-            _call(_LIBC.sync_file_range, region.file.descriptor, start, size, _WRITE_AND_WAIT)
-    for region, begin, end in spans:
-        os.posix_fadvise(region.file.descriptor, region.start + begin, end - begin, os.POSIX_FADV_DONTNEED)
+    page, (region, begin, end) = mmap.PAGESIZE, span
+    begin, size = begin // page * page, _paged(end) - begin // page * page
+    _call(_LIBC.madvise, ctypes.c_void_p(region.address + begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    _write_out(region.file, region.start + begin, size)
 
 
-def _advise(region: _Region, begin: int, end: int, advice: int) -> None:
-    _call(_LIBC.madvise, ctypes.c_void_p(region.address + begin), ctypes.c_size_t(end - begin), advice)
+def _write_out(file: DiskFile, place: int, size: int) -> None:
+    """Have the system write what it has of the file there, and forget it."""
+    _call(_LIBC.sync_file_range, file.descriptor, ctypes.c_int64(place), ctypes.c_int64(size), _WRITE_AND_WAIT)
+    os.posix_fadvise(file.descriptor, place, size, os.POSIX_FADV_DONTNEED)
 
 
-def _call(function: "ctypes._NamedFuncPointer", *arguments: object) -> None:
+def _call(function: Callable[..., int], *arguments: object) -> None:
     if function(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
-def release(*tensors: Tensor) -> None:
-    """Write what is in memory of these tensors to their disk and take it out; nothing for those in memory."""
-    _drop([span for tensor in tensors if (span := _span_of(tensor)) is not None])
+# The way through tensors in chunks. Chunk i is computed with while chunk i + 1 is read and chunk i - 1 is written: with
+# DEPTH chunks ahead there are DEPTH + 2 buffers, and a buffer is read into only when all of it has been written.
 
 
 class ChunkPart(NamedTuple):
@@ -245,6 +231,10 @@ class ChunkPart(NamedTuple):
     number: int
     begin: int
     end: int
+
+
+Chunk = list[tuple[ChunkPart, tuple[Tensor, ...]]]
+"""Parts of groups of tensors, flat."""
 
 
 def chunks_of(sizes: Sequence[int]) -> list[list[ChunkPart]]:
@@ -265,32 +255,126 @@ def chunks_of(sizes: Sequence[int]) -> list[list[ChunkPart]]:
     return chunks
 
 
-def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements of a tensor, flat, piece by piece, each while it is in memory; a tensor in memory as a whole."""
-    flat = tensor.view(-1)
-    if disk_of(tensor) is None:
-        yield flat
-        return
-    pieces = [flat[part.begin : part.end] for (part,) in chunks_of([flat.numel()])]
-    for number in streamed([[piece] for piece in pieces], writes=False):
-        yield pieces[number]
+def in_chunks(groups: Sequence[Sequence[Tensor]], *, writes: bool) -> Iterator[Chunk]:
+    """Groups of contiguous tensors of one size, chunk by chunk: of those on a disk copies, until the next is asked for.
 
-
-def in_chunks(
-    groups: Sequence[Sequence[Tensor]], *, writes: bool
-) -> Iterator[list[tuple[ChunkPart, tuple[Tensor, ...]]]]:
-    """Parts of groups of tensors of one size, flat, chunk by chunk; groups in memory are a chunk as they are."""
+    What `writes` is written back then. Groups that are all in memory are one chunk, as they are. RunError if the disk
+    fails.
+    """
     flat = [tuple(tensor.detach().view(-1) for tensor in group) for group in groups]
     sizes = [group[0].numel() for group in flat]
-    if all(disk_of(tensor) is None for tensor in chain.from_iterable(flat)):
+    disks = {disk for group in flat for tensor in group if (disk := disk_of(tensor)) is not None}
+    if not disks:
         yield [(ChunkPart(number, 0, sizes[number]), group) for number, group in enumerate(flat)]
         return
-    chunks = [
-        [(part, tuple(tensor[part.begin : part.end] for tensor in flat[part.number])) for part in chunk]
-        for chunk in chunks_of(sizes)
+    chunks: list[Chunk] = [
+        [(part, tuple(tensor[part.begin : part.end] for tensor in flat[part.number])) for part in parts]
+        for parts in chunks_of(sizes)
     ]
-    for number in streamed([[each for _, parts in chunk for each in parts] for chunk in chunks], writes=writes):
-        yield chunks[number]
+    (disk,) = disks
+    try:
+        disk.release()  # what others have touched since the last time
+        yield from _streamed(disk, chunks, writes=writes)
+    except OSError as error:
+        raise disk.failed(error) from error
+
+
+def _streamed(disk: DiskFile, chunks: Sequence[Chunk], *, writes: bool) -> Iterator[Chunk]:
+    number_of_buffers = min(DEPTH + 2, len(chunks))
+    ring = disk.take_ring(number_of_buffers, max(map(_bytes_in_buffer, chunks), default=0))
+    copies, reading = list[Chunk](), list[list[Future[None]]]()
+    writing: list[list[Future[None]]] = [[] for _ in chunks]
+    for number in range(len(chunks)):
+        # 1. Start to read the chunks ahead, each into the buffer of a chunk that has been written.
+        while len(copies) < min(number + number_of_buffers - 1, len(chunks)) or len(copies) <= number:
+            ahead = len(copies)
+            if ahead >= number_of_buffers:
+                _wait(writing[ahead - number_of_buffers])
+            copy, spans = _copies_in(ring[ahead % number_of_buffers], chunks[ahead])
+            reading.append([disk.threads.submit(*request) for span in spans for request in _requests(*span, _read)])
+            copies.append(copy)
+        # 2. Hand out this one, and start to write it.
+        _wait(reading[number])
+        yield copies[number]
+        if writes:
+            _, spans = _copies_in(ring[number % number_of_buffers], chunks[number])
+            writing[number] = [disk.threads.submit(*request) for span in spans for request in _requests(*span, _write)]
+        copies[number], reading[number] = [], []
+    _wait(chain.from_iterable(writing))
+    disk.give_back(ring)
+
+
+def _wait(futures: Iterable["Future[None]"]) -> None:
+    for each in futures:
+        each.result()
+
+
+def _bytes_in_buffer(chunk: Chunk) -> int:
+    tensors = [tensor for _, group in chunk for tensor in group if _region_of(tensor) is not None]
+    return sum(_paged(tensor.numel() * tensor.element_size()) for tensor in tensors)
+
+
+def _copies_in(buffer: mmap.mmap, chunk: Chunk) -> tuple[Chunk, list[tuple[_Span, memoryview]]]:
+    """The chunk with tensors in the buffer for those on a disk, and each of these with its memory there."""
+    block, begin = torch.frombuffer(buffer, dtype=torch.uint8), 0
+    copied, spans = Chunk(), list[tuple[_Span, memoryview]]()
+    for part, group in chunk:
+        tensors = list[Tensor]()
+        for tensor in group:
+            if (span := _span_of(tensor)) is None:
+                tensors.append(tensor)
+                continue
+            size = span.end - span.begin
+            tensors.append(block[begin : begin + size].view(tensor.dtype))
+            spans.append((span, memoryview(buffer)[begin : begin + size]))
+            begin += _paged(size)
+        copied.append((part, tuple(tensors)))
+    return copied, spans
+
+
+Transfer = Callable[[DiskFile, int, memoryview, bool], None]
+
+
+def _requests(
+    span: _Span, memory: memoryview, transfer: Transfer
+) -> Iterator[tuple[Transfer, DiskFile, int, memoryview, bool]]:
+    """What threads are asked for. Past the cache go whole pages alone; a rest, or what begins elsewhere, through it."""
+    file, page = span.region.file, mmap.PAGESIZE
+    is_direct = file.direct is not None and span.place % page == 0
+    whole = len(memory) // page * page if is_direct else 0
+    for begin in range(0, whole, REQUEST):
+        end = min(begin + REQUEST, whole)
+        yield transfer, file, span.place + begin, memory[begin:end], True
+    if whole < len(memory):
+        yield transfer, file, span.place + whole, memory[whole:], False
+
+
+def _read(file: DiskFile, place: int, memory: memoryview, is_direct: bool) -> None:
+    descriptor = file.direct if is_direct and file.direct is not None else file.descriptor
+    done = 0
+    while done < len(memory):
+        number = os.preadv(descriptor, [memory[done:]], place + done)
+        if not number:
+            raise OSError(errno.EIO, "the file ends too early")
+        done += number
+    if not is_direct and len(memory) >= mmap.PAGESIZE:
+        os.posix_fadvise(file.descriptor, place, len(memory), os.POSIX_FADV_DONTNEED)
+
+
+def _write(file: DiskFile, place: int, memory: memoryview, is_direct: bool) -> None:
+    descriptor = file.direct if is_direct and file.direct is not None else file.descriptor
+    done = 0
+    while done < len(memory):
+        done += os.pwritev(descriptor, [memory[done:]], place + done)
+    if not is_direct and len(memory) >= mmap.PAGESIZE:
+        _write_out(file, place, len(memory))
+
+
+def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a contiguous tensor, flat, piece by piece; a tensor in memory as a whole."""
+    for chunk in in_chunks([(tensor,)], writes=False):
+        for _, (piece,) in chunk:
+            yield piece
 
 
 def copy_between(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -298,5 +382,5 @@ def copy_between(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     writes = any(disk_of(into) is not None for into, _ in pairs)
     for chunk in in_chunks(pairs, writes=writes):
         for _, (into, source) in chunk:
-            # From a disk a GPU copies by way of a buffer: the host continues once the pages are read.
+            # From memory that is not pinned, a buffer of the disk, a GPU has copied when this returns.
             into.copy_(source, non_blocking=True)

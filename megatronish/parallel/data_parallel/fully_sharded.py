@@ -148,7 +148,7 @@ class FullySharded:
         self._masters: dict[str, Tensor] = {}
         # 4. Masters apart from the rows, where they are offloaded: else the fp32 rows are the masters.
         if settings.offload.masters_on is not None:
-            self._masters = self._views(memory_on(settings.offload.masters_on, self._sums, settings.offload.folder))
+            self._masters = self._apart(settings.offload)
             copy_between([(master, self._rows[name]) for name, master in self._masters.items()])
         self._offloaded = OffloadedGradients(self._sums, settings.offload.gradients_on)
         self.gradients = self._views(self._offloaded.tensors)
@@ -172,6 +172,14 @@ class FullySharded:
             alignment=1,
             sources=dict.fromkeys(names, frozenset()),
         )
+
+    def _apart(self, offload: Offload) -> dict[str, Tensor]:
+        """Memory for masters, in the CPU's or in a file."""
+        if offload.folder is None:
+            return self._views(memory_on(torch.device("cpu"), self._sums))
+        names = [name for plan in self._plans for name in plan.names]
+        forms = [Form(tuple(self._rows[name].shape), torch.float32) for name in names]
+        return dict(zip(names, DiskFile(offload.folder).zeros(forms), strict=True))
 
     def _views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Each parameter's elements in the flat tensors of the plans."""
