@@ -65,6 +65,7 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "checkpoint/",
     "estimate/links/",
     "parallel/data_parallel/fully_sharded.py",
+    "parallel/data_parallel/rows_on_disk.py",
     "dry_run/",
 )
 

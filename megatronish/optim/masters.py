@@ -98,7 +98,7 @@ class _Stepped(NamedTuple):
             self.inner.state[master] = state | {"step": torch.tensor(float(num_steps), device=master.device)}
 
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        """One update."""
+        """One update of all of them."""
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
@@ -149,7 +149,7 @@ class TorchUpdate:
         if self.in_memory is not None:
             self.in_memory.step(learning_rate=learning_rate, weight_decay=weight_decay)
         groups = [(self.parameters[name], *self.state[name].values()) for name in self._on_disk]
-        for chunk in in_chunks(groups, writes=True) if groups else ():
+        for chunk in in_chunks(groups, num_written=1 + len(self.state_names)) if groups else ():
             stepped = self._of_chunk(chunk)
             stepped.start_after(self._num_steps)
             stepped.step(learning_rate=learning_rate, weight_decay=weight_decay)

@@ -316,7 +316,7 @@ class Muon:
         self._rest.step(learning_rate=learning_rate, weight_decay=weight_decay)
         # 2. Shard by shard, without communication: momentum and decoupled weight decay.
         names = list(self._momenta)
-        for chunk in in_chunks([(self._momenta[name], self._masters[name]) for name in names], writes=True):
+        for chunk in in_chunks([(self._momenta[name], self._masters[name]) for name in names], num_written=2):
             for part, (momentum, master) in chunk:
                 gradient = self._matrices.gradient_of(names[part.number]).view(-1)[part.begin : part.end]
                 momentum.lerp_(gradient.to(momentum.device), 1 - self._config.muon_momentum)
@@ -354,7 +354,7 @@ class Muon:
         ]
         momenta = [piece.view(self._momenta[name]) for name, piece, _ in found]
         parts = list[Tensor]()  # of a piece that is cut, because it lies on a disk
-        for chunk in in_chunks([(each,) for each in momenta], writes=False):
+        for chunk in in_chunks([(each,) for each in momenta], num_written=0):
             for part, (momentum,) in chunk:
                 name, piece, place = found[part.number]
                 gradient = piece.view(self._matrices.gradient_of(name)).view(-1)[part.begin : part.end]
@@ -381,7 +381,7 @@ class Muon:
             for slot in round_.slots
             for piece, place in distribution.pieces(slot, buffer)
         ]
-        for chunk in in_chunks([(master,) for _, master, _ in found], writes=True):
+        for chunk in in_chunks([(master,) for _, master, _ in found], num_written=1):
             for part, (master,) in chunk:
                 matrix, piece, place = found[part.number]
                 # By the whole matrix's shape, never by that of a piece.

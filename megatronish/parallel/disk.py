@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from megatronish.core.files import remedy_of_writing
 from megatronish.parallel.pinned import Form
 
 CHUNK = 2**20
-"""Elements of a parameter that are in memory together. A multiple of 1,024: whole pages of fp32."""
+"""Elements of a parameter that are in memory together; a multiple of 2,048: pages of fp32, and rows of a norm."""
 DEPTH = 1
 """Chunks that are read ahead of the one that is computed with."""
 REQUEST = 2**20
@@ -215,6 +216,15 @@ def _write_out(file: DiskFile, place: int, size: int) -> None:
     os.posix_fadvise(file.descriptor, place, size, os.POSIX_FADV_DONTNEED)
 
 
+def ask_for(tensors: Iterable[Tensor]) -> None:
+    """Have the system begin to read these tensors of a disk, and return at once."""
+    for tensor in tensors:
+        if (span := _span_of(tensor)) is not None:
+            for place in range(span.place, span.region.start + span.end, REQUEST):  # it reads no more for one call
+                size = min(REQUEST, span.region.start + span.end - place)
+                os.posix_fadvise(span.region.file.descriptor, place, size, os.POSIX_FADV_WILLNEED)
+
+
 def _call(function: Callable[..., int], *arguments: object) -> None:
     if function(*arguments):
         number = ctypes.get_errno()
@@ -255,11 +265,11 @@ def chunks_of(sizes: Sequence[int]) -> list[list[ChunkPart]]:
     return chunks
 
 
-def in_chunks(groups: Sequence[Sequence[Tensor]], *, writes: bool) -> Iterator[Chunk]:
+def in_chunks(groups: Sequence[Sequence[Tensor]], *, num_written: int) -> Iterator[Chunk]:
     """Groups of contiguous tensors of one size, chunk by chunk: of those on a disk copies, until the next is asked for.
 
-    What `writes` is written back then. Groups that are all in memory are one chunk, as they are. RunError if the disk
-    fails.
+    The first `num_written` of each group are written back then. Groups that are all in memory are one chunk, as they
+    are. RunError if the disk fails.
     """
     flat = [tuple(tensor.detach().view(-1) for tensor in group) for group in groups]
     sizes = [group[0].numel() for group in flat]
@@ -274,12 +284,12 @@ def in_chunks(groups: Sequence[Sequence[Tensor]], *, writes: bool) -> Iterator[C
     (disk,) = disks
     try:
         disk.release()  # what others have touched since the last time
-        yield from _streamed(disk, chunks, writes=writes)
+        yield from _streamed(disk, chunks, num_written)
     except OSError as error:
         raise disk.failed(error) from error
 
 
-def _streamed(disk: DiskFile, chunks: Sequence[Chunk], *, writes: bool) -> Iterator[Chunk]:
+def _streamed(disk: DiskFile, chunks: Sequence[Chunk], num_written: int) -> Iterator[Chunk]:
     number_of_buffers = min(DEPTH + 2, len(chunks))
     ring = disk.take_ring(number_of_buffers, max(map(_bytes_in_buffer, chunks), default=0))
     copies, reading = list[Chunk](), list[list[Future[None]]]()
@@ -291,14 +301,13 @@ def _streamed(disk: DiskFile, chunks: Sequence[Chunk], *, writes: bool) -> Itera
             if ahead >= number_of_buffers:
                 _wait(writing[ahead - number_of_buffers])
             copy, spans = _copies_in(ring[ahead % number_of_buffers], chunks[ahead])
-            reading.append([disk.threads.submit(*request) for span in spans for request in _requests(*span, _read)])
+            reading.append(_asked(disk, spans, _read))
             copies.append(copy)
         # 2. Hand out this one, and start to write it.
         _wait(reading[number])
         yield copies[number]
-        if writes:
-            _, spans = _copies_in(ring[number % number_of_buffers], chunks[number])
-            writing[number] = [disk.threads.submit(*request) for span in spans for request in _requests(*span, _write)]
+        _, spans = _copies_in(ring[number % number_of_buffers], chunks[number], num_written)
+        writing[number] = _asked(disk, spans, _write)
         copies[number], reading[number] = [], []
     _wait(chain.from_iterable(writing))
     disk.give_back(ring)
@@ -314,19 +323,22 @@ def _bytes_in_buffer(chunk: Chunk) -> int:
     return sum(_paged(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 
-def _copies_in(buffer: mmap.mmap, chunk: Chunk) -> tuple[Chunk, list[tuple[_Span, memoryview]]]:
-    """The chunk with tensors in the buffer for those on a disk, and each of these with its memory there."""
+def _copies_in(
+    buffer: mmap.mmap, chunk: Chunk, first: int | None = None
+) -> tuple[Chunk, list[tuple[_Span, memoryview]]]:
+    """The chunk with copies in the buffer of what is on a disk, and the memory of the `first` of each group there."""
     block, begin = torch.frombuffer(buffer, dtype=torch.uint8), 0
     copied, spans = Chunk(), list[tuple[_Span, memoryview]]()
     for part, group in chunk:
         tensors = list[Tensor]()
-        for tensor in group:
+        for number, tensor in enumerate(group):
             if (span := _span_of(tensor)) is None:
                 tensors.append(tensor)
                 continue
             size = span.end - span.begin
             tensors.append(block[begin : begin + size].view(tensor.dtype))
-            spans.append((span, memoryview(buffer)[begin : begin + size]))
+            if first is None or number < first:
+                spans.append((span, memoryview(buffer)[begin : begin + size]))
             begin += _paged(size)
         copied.append((part, tuple(tensors)))
     return copied, spans
@@ -335,18 +347,20 @@ def _copies_in(buffer: mmap.mmap, chunk: Chunk) -> tuple[Chunk, list[tuple[_Span
 Transfer = Callable[[DiskFile, int, memoryview, bool], None]
 
 
-def _requests(
-    span: _Span, memory: memoryview, transfer: Transfer
-) -> Iterator[tuple[Transfer, DiskFile, int, memoryview, bool]]:
+def _asked(disk: DiskFile, spans: Sequence[tuple[_Span, memoryview]], transfer: Transfer) -> list[Future[None]]:
+    return [disk.threads.submit(request) for span in spans for request in _requests(*span, transfer)]
+
+
+def _requests(span: _Span, memory: memoryview, transfer: Transfer) -> Iterator[Callable[[], None]]:
     """What threads are asked for. Past the cache go whole pages alone; a rest, or what begins elsewhere, through it."""
     file, page = span.region.file, mmap.PAGESIZE
     is_direct = file.direct is not None and span.place % page == 0
     whole = len(memory) // page * page if is_direct else 0
     for begin in range(0, whole, REQUEST):
         end = min(begin + REQUEST, whole)
-        yield transfer, file, span.place + begin, memory[begin:end], True
+        yield partial(transfer, file, span.place + begin, memory[begin:end], True)
     if whole < len(memory):
-        yield transfer, file, span.place + whole, memory[whole:], False
+        yield partial(transfer, file, span.place + whole, memory[whole:], False)
 
 
 def _read(file: DiskFile, place: int, memory: memoryview, is_direct: bool) -> None:
@@ -370,17 +384,31 @@ def _write(file: DiskFile, place: int, memory: memoryview, is_direct: bool) -> N
         _write_out(file, place, len(memory))
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor, or of one on a disk a copy in the CPU's memory."""
+    if disk_of(tensor) is None:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy_between([(copy, tensor)])
+    return copy
+
+
+def extremes_of(tensor: Tensor) -> Tensor:
+    """[2]: the smallest and the largest element, or NaN where one is; it takes no memory."""
+    low, high = zip(*(torch.aminmax(piece) for piece in pieces_of(tensor)), strict=True)
+    return torch.stack((torch.stack(low).amin(), torch.stack(high).amax()))
+
+
 def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
     """The elements of a contiguous tensor, flat, piece by piece; a tensor in memory as a whole."""
-    for chunk in in_chunks([(tensor,)], writes=False):
+    for chunk in in_chunks([(tensor,)], num_written=0):
         for _, (piece,) in chunk:
             yield piece
 
 
 def copy_between(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy from the second to the first of each pair, either of which may lie on a disk."""
-    writes = any(disk_of(into) is not None for into, _ in pairs)
-    for chunk in in_chunks(pairs, writes=writes):
+    for chunk in in_chunks(pairs, num_written=1):
         for _, (into, source) in chunk:
             # From memory that is not pinned, a buffer of the disk, a GPU has copied when this returns.
             into.copy_(source, non_blocking=True)

@@ -1,5 +1,6 @@
 """A problem of the theorem, and how it is spread over ranks and over time."""
 
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,9 @@ OPTIMIZERS = {
     "adam": OptimizerConfig(lr=1e-3, clip_grad=CLIP),
     "muon": OptimizerConfig(optimizer="muon", lr=1e-3, muon_nesterov=True, muon_extra_scale_factor=4.0, clip_grad=CLIP),
 }
+
+DISK = tempfile.gettempdir()
+"""Where tests keep what is offloaded to a disk. In memory it is slow to no purpose, and computes the same."""
 
 SGD = OptimizerConfig(optimizer="sgd", clip_grad=CLIP)
 DECOUPLED: dict[str, Any] = {"decoupled_lr": 3e-3, "apply_wd_to_qk_layernorm": True}
@@ -68,6 +72,7 @@ class Spread:
     zero: int = 0
     copies: int = 1
     offload: str = "none"
+    on_disk: bool = False
     ep: int = 1
     etp: int | None = None
     compile: str | None = None
@@ -101,4 +106,5 @@ class Spread:
             num_distributed_optimizer_instances=self.copies,
             optimizer_cpu_offload=self.offload == "optimizer",
             param_cpu_offload=self.offload == "parameters",
+            offload_folder=DISK if self.on_disk else None,
         )

@@ -14,8 +14,11 @@ from pathlib import Path
 from megatronish.config.config import Config
 from megatronish.core.errors import UserError
 from megatronish.core.files import remedy_of_writing
+from megatronish.core.names import OPTIMIZER_NAMES
+from megatronish.estimate.costs.disk_traffic import disk_traffic
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import format_bytes
+from megatronish.estimate.planner.devices import Device, device_of
 from megatronish.launch.place import Place, place_from_environment
 from megatronish.parallel.pipeline.stages import stage_loads
 
@@ -61,7 +64,8 @@ def refuse_offload_folder(config: Config) -> None:
             "step; name a folder on a local disk (NVMe)"
         )
     _refuse_unwritable(folder, said)
-    needs, ranks = bytes_on_this_machine(config, place_from_environment())
+    # Where the vocabulary is not known before a tokenizer is read, it is left out.
+    needs, ranks = bytes_on_this_machine(config, place_from_environment(), vocab_size=config.data.vocab_size or 1)
     found = os.statvfs(folder)
     has = found.f_bavail * found.f_frsize
     if needs > has:
@@ -90,12 +94,28 @@ def _refuse_unwritable(folder: Path, said: str) -> None:
         raise UserError(f"{said} cannot be written: {why}; {remedy}, or name another folder") from error
 
 
-def bytes_on_this_machine(config: Config, place: Place | None) -> tuple[int, int]:
-    """Bytes on the disk of this machine, and of how many ranks: those with this process, or all on a plain start.
+def disk_lines(config: Config, *, vocab_size: int, device: str, place: Place | None) -> list[str]:
+    """What of the ranks of this machine lies on its disk, and the seconds that a step waits for it at most."""
+    if config.parallel.offload_folder is None:
+        return []
+    on_disk, ranks = bytes_on_this_machine(config, place, vocab_size=vocab_size)
+    moments = OPTIMIZER_NAMES[config.optimizer.optimizer].moments
+    # Of a parameter there are a master and its moments on the disk: so many parameters are in these bytes.
+    parameters = on_disk / (4 * (1 + moments))
+    passes = config.global_batch_size // (config.training.micro_batch_size * config.layout.dp)
+    traffic = disk_traffic(config)
+    a_step = parameters * (traffic.step + passes * traffic.pass_read)
+    known = device_of(device)
+    rate = Device.nvme_gb_s if known is None else known.nvme_gb_s
+    return [
+        f"on the disk of {config.parallel.offload_folder}: {format_bytes(on_disk)} of {ranks} "
+        f"rank{'s' if ranks > 1 else ''} of this machine; a step reads and writes {format_bytes(a_step)}, "
+        f"{a_step / (1e9 * rate):.2g} s at {rate:g} GB/s"
+    ]
 
-    Where the vocabulary is not known before a tokenizer is read, it is left out.
-    """
-    vocab_size = config.data.vocab_size or 1
+
+def bytes_on_this_machine(config: Config, place: Place | None, *, vocab_size: int) -> tuple[int, int]:
+    """Bytes on the disk of this machine, and of how many ranks: those with this process, or all on a plain start."""
     world, first, number = config.layout.world_size, 0, config.layout.world_size
     if place is not None:
         first, number = place.rank - place.local_rank, place.local_world_size

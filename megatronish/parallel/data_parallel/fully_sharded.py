@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from megatronish.parallel import comm
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings, Offload
 from megatronish.parallel.data_parallel.gradients import BucketPlan, plan_buckets
+from megatronish.parallel.data_parallel.rows_on_disk import allocate_rows
 from megatronish.parallel.data_parallel.zero import OffloadedGradients, memory_on
 from megatronish.parallel.disk import DiskFile, copy_between, release
 from megatronish.parallel.mesh import Axis, Domain
@@ -306,28 +307,7 @@ def _allocate(stage: nn.Module, offload: Offload, device: torch.device) -> None:
     if offload.what != "parameters" or offload.folder is None:
         stage.to_empty(device=torch.device("cpu") if offload.what == "parameters" else device)
         return
-    disk = DiskFile(offload.folder)
-    places = {
-        id(place.sharded_param): place
-        for unit in stage.modules()
-        if isinstance(unit, FSDPModule)
-        for group in unit._get_fsdp_state()._fsdp_param_groups
-        for place in group.fsdp_params
-    }
-    parameters = [each for each in stage.parameters() if isinstance(each, DTensor)]
-    sizes = [places[id(each)].padded_sharded_param_size for each in parameters]
-    zeros = disk.zeros([Form(tuple(size), each.dtype) for size, each in zip(sizes, parameters, strict=True)])
-    rows = {id(each): padded for each, padded in zip(parameters, zeros, strict=True)}
-
-    def allocated(tensor: Tensor) -> Tensor:
-        if (padded := rows.get(id(tensor))) is None:
-            return torch.empty_like(tensor, device=device)
-        place = places[id(tensor)]
-        # It knows memory that is padded already by its address.
-        place._sharded_param_data = padded.view(-1)
-        return place.to_sharded_dtensor(padded[: place.sharded_size[0]])
-
-    stage._apply(allocated)
+    allocate_rows(stage, DiskFile(offload.folder), device)
 
 
 def _sharded(stage: nn.Module) -> Iterator[tuple[str, DTensor]]:
