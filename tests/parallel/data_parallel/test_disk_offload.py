@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from engines import evaluated, open_job, take_step
-from jobs import run_job, started, steps_of, tiny
+from jobs import run_job, started, steps_of, tiny, train_on_ranks
 from planted_kills import kill_all_in_step
 from ranks import run_ranks
+from saved_runs import assert_same_bits
 from torch import Tensor
 
 from megatronish.engine.build import build_engine
@@ -194,3 +195,18 @@ def test_a_killed_run_leaves_nothing_and_goes_on_as_if_nothing_had_been(tmp_path
     assert again.status == 0, again
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
     assert not list(offload.iterdir())
+
+
+@pytest.mark.parametrize("flags", ["--async-save", "--save-replicated-interval 1 --local-save {copies}", ""])
+def test_its_checkpoints_are_those_of_a_run_in_memory_and_load_without_a_disk(tmp_path: Path, flags: str) -> None:
+    common = f"--dp 2 --zero-stage 2 --bf16 {OPTIMIZER} --save-interval 2 --train-iters 4 --log-params-norm"
+    train_on_ranks(tiny(tmp_path / "memory", common), world_size=2)
+    there = f"{common} {flags.format(copies=tmp_path / 'copies')} --offload-folder {tmp_path / 'disk'}"
+    (tmp_path / "disk").mkdir()
+    train_on_ranks(tiny(tmp_path / "run", there), world_size=2)
+    for step in ("step_00000002", "step_00000004"):
+        assert_same_bits(tmp_path / "memory" / "checkpoints" / step, tmp_path / "run" / "checkpoints" / step)
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "memory")
+    train_on_ranks(tiny(tmp_path / "run", common.replace("--train-iters 4", "--train-iters 6")), world_size=2)
+    train_on_ranks(tiny(tmp_path / "memory", common.replace("--train-iters 4", "--train-iters 6")), world_size=2)
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "memory")
