@@ -125,7 +125,9 @@ class DiskFile:
 
     def take_ring(self, number: int, size: int) -> list[mmap.mmap]:
         """So many buffers of at least so many bytes, from page to page, for one who goes through tensors."""
-        ring = self._rings.pop() if self._rings else []
+        ring = list[mmap.mmap]()
+        with suppress(IndexError):  # a save in the background may have it
+            ring = self._rings.pop()
         fits = len(ring) >= number and all(len(each) >= size for each in ring)
         return ring if fits else [mmap.mmap(-1, size) for _ in range(number)]
 
@@ -408,7 +410,7 @@ def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
 
 def copy_between(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy from the second to the first of each pair, either of which may lie on a disk."""
+    on_disk = any(disk_of(tensor) is not None for tensor in chain.from_iterable(pairs))
     for chunk in in_chunks(pairs, num_written=1):
         for _, (into, source) in chunk:
-            # From memory that is not pinned, a buffer of the disk, a GPU has copied when this returns.
-            into.copy_(source, non_blocking=True)
+            into.copy_(source, non_blocking=not on_disk)  # the next chunk takes the place of a buffer

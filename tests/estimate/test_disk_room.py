@@ -94,6 +94,11 @@ def test_a_disk_without_room_is_refused_at_once(tmp_path: Path) -> None:
     assert found[0].endswith("name a larger disk, or use more machines")
 
 
+def test_copies_for_saves_in_the_background_need_room_too(tmp_path: Path) -> None:
+    said = refusal(tmp_path, f"{ZERO} {LARGE} --async-save --save-replicated-interval 5")
+    assert "keep 5.7 TiB of masters and optimizer states with their copies for saves in the background there" in said
+
+
 def test_a_start_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     argv = tiny(tmp_path / "run", f"{ZERO} {LARGE} --offload-folder {tmp_path}")
     code = (

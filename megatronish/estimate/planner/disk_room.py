@@ -66,12 +66,15 @@ def refuse_offload_folder(config: Config) -> None:
     _refuse_unwritable(folder, said)
     # Where the vocabulary is not known before a tokenizer is read, it is left out.
     needs, ranks = bytes_on_this_machine(config, place_from_environment(), vocab_size=config.data.vocab_size or 1)
+    copies = int(config.checkpoint.async_save) + (config.checkpoint.save_replicated_interval is not None)
+    needs *= 1 + copies
+    also = " with their copies for saves in the background" if copies else ""
     found = os.statvfs(folder)
     has = found.f_bavail * found.f_frsize
     if needs > has:
         raise UserError(
             f"{said} has {format_bytes(has)} free, and the {ranks} rank{'s' if ranks > 1 else ''} of this machine "
-            f"keep{'' if ranks > 1 else 's'} {format_bytes(needs)} of masters and optimizer states there; free "
+            f"keep{'' if ranks > 1 else 's'} {format_bytes(needs)} of masters and optimizer states{also} there; free "
             f"{format_bytes(needs - has)}, name a larger disk, or use more machines"
         )
 
