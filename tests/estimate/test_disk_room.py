@@ -14,6 +14,7 @@ from megatronish.config.read import read_config
 from megatronish.core.errors import UserError
 from megatronish.estimate.planner import disk_room
 from megatronish.estimate.planner.disk_room import (
+    IN_MEMORY,
     bytes_on_this_machine,
     disk_lines,
     file_system_of,
@@ -22,6 +23,13 @@ from megatronish.estimate.planner.disk_room import (
 from megatronish.launch.place import Place
 
 ZERO = "--dp 2 --zero-stage 1 --optimizer-cpu-offload"
+
+
+@pytest.fixture(autouse=True)
+def local_disk(tmp_path: Path) -> None:
+    """A reason to skip where temporary files lie in memory: the folder would be refused."""
+    if (kind := file_system_of(tmp_path.resolve())) in IN_MEMORY:
+        pytest.skip(f"{tmp_path} is on {kind}, which is no disk")
 
 
 def refusal(folder: Path | str, flags: str = ZERO) -> str:

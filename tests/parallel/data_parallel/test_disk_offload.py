@@ -18,6 +18,7 @@ from saved_runs import assert_same_bits
 from torch import Tensor
 
 from megatronish.engine.build import build_engine
+from megatronish.estimate.planner.disk_room import IN_MEMORY, file_system_of
 from megatronish.launch.place import Place
 from megatronish.optim.masters import _Stepped
 from megatronish.parallel import disk
@@ -27,6 +28,13 @@ from megatronish.train.checkpoint_state import tensors_of
 
 LARGE = "--hidden-size 96 --ffn-hidden-size 192 --global-batch-size 4"
 STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def local_disk(tmp_path: Path) -> None:
+    """A reason to skip where temporary files lie in memory: the folder would be refused."""
+    if (kind := file_system_of(tmp_path.resolve())) in IN_MEMORY:
+        pytest.skip(f"{tmp_path} is on {kind}, which is no disk")
 
 
 class Seen(NamedTuple):
