@@ -28,6 +28,7 @@ ROWS = (
         "parallel.all_or_none",
         "parallel.bucketing",
         "parallel.comm",
+        "parallel.disk",
         "parallel.pinned",
         "parallel.ranges",
         "parallel.sharding",
@@ -64,6 +65,7 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "checkpoint/",
     "estimate/links/",
     "parallel/data_parallel/fully_sharded.py",
+    "parallel/data_parallel/rows_on_disk.py",
     "parallel/data_parallel/units.py",
     "dry_run/",
 )

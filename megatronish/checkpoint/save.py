@@ -34,6 +34,7 @@ from megatronish.core.errors import RunError
 from megatronish.core.files import remedy_of_writing
 from megatronish.optim.optimizer import Optimizer
 from megatronish.parallel.all_or_none import from_one
+from megatronish.parallel.disk import copy_between, disk_of, zeros_beside
 from megatronish.parallel.mesh import Domain, Mesh
 from megatronish.parallel.pinned import Form, pinned_zeros
 from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding
@@ -195,7 +196,10 @@ T = TypeVar("T")
 
 
 class HostCopies:
-    """Buffers in host memory for the tensors that this rank writes, reused by every save; pinned for GPU tensors."""
+    """Buffers for the tensors that this rank writes, reused by every save.
+
+    They are in host memory, pinned for GPU tensors; for tensors on a disk they are there.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -205,7 +209,7 @@ class HostCopies:
         written = {name: tensor for name, tensor in tensors.items() if tensor.writes}
         self._make([(name, each.local) for name, each in written.items() if name not in self._buffers])
         copies = {
-            name: replace(tensor, local=self._buffers[name].copy_(tensor.local, non_blocking=True))
+            name: replace(tensor, local=self._filled(self._buffers[name], tensor.local))
             for name, tensor in written.items()
         }
         # Copies from a GPU are asynchronous: training may change the tensors only after they are complete.
@@ -213,11 +217,24 @@ class HostCopies:
             torch.cuda.synchronize()
         return copies
 
+    @staticmethod
+    def _filled(buffer: Tensor, tensor: Tensor) -> Tensor:
+        if disk_of(tensor) is None:
+            return buffer.copy_(tensor, non_blocking=True)
+        copy_between([(buffer, tensor)])
+        return buffer
+
     def _make(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Make buffers, those for GPU tensors together."""
         forms = {name: Form(tuple(each.shape), each.dtype) for name, each in tensors if each.is_cuda}
         self._buffers |= dict(zip(forms, pinned_zeros(list(forms.values())), strict=True))
-        self._buffers |= {name: torch.empty(each.shape, dtype=each.dtype) for name, each in tensors if not each.is_cuda}
+        on_cpu = [(name, each) for name, each in tensors if not each.is_cuda]
+        in_files = [(name, each) for name, each in on_cpu if disk_of(each) is not None]
+        self._buffers |= {
+            name: torch.empty(each.shape, dtype=each.dtype) for name, each in on_cpu if disk_of(each) is None
+        }
+        zeros = zeros_beside([each for _, each in in_files])
+        self._buffers |= {name: buffer for (name, _), buffer in zip(in_files, zeros, strict=True)}
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

@@ -35,6 +35,7 @@ from megatronish.checkpoint.checksums import Checksums, DamagedError, Span, Summ
 from megatronish.checkpoint.metadata import METADATA, parse_metadata
 from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath
 from megatronish.core.pickles import refuse_bombs
+from megatronish.parallel.disk import in_memory, release
 from megatronish.parallel.sharding import Piece
 
 
@@ -116,7 +117,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 def _compact(view: Any) -> Tensor:
     """Tensor on the host in memory of its own: of a view, torch.save would write the whole storage."""
-    tensor = view.detach().cpu()
+    tensor = in_memory(view.detach()).cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
@@ -216,4 +217,6 @@ class CheckpointReader(dcp.FileSystemReader):
             raise DamagedError(self.folder, what)
         # Each piece, [*lengths] at `storage_offsets` of the stored rectangle, goes into a view of this rank's tensor.
         for item in items:
-            planner.resolve_tensor(item).detach().copy_(Piece((), item.storage_offsets, item.lengths).view(tensor))
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(Piece((), item.storage_offsets, item.lengths).view(tensor))
+            release(target)

@@ -6,6 +6,7 @@ from megatronish.config import read
 from megatronish.config.check import refuse_unrunnable_plans
 from megatronish.config.hub import fetch_weights
 from megatronish.estimate.costs.parameters import refuse_cut_blocks
+from megatronish.estimate.planner.disk_room import refuse_offload_folder
 from megatronish.estimate.planner.forecast import refuse_unknown_device
 from megatronish.formats.start import read_start
 from megatronish.specs.adapter_targets import refuse_wrong_targets
@@ -24,5 +25,6 @@ def read_config(
     refuse_cut_blocks(found.config)
     refuse_unknown_device(found.config)
     if not found.config.log.dry_run:
+        refuse_offload_folder(found.config)
         fetch_weights(found.config.checkpoint.load_hf)
     return found

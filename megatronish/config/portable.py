@@ -22,7 +22,7 @@ TOKENIZER = "tokenizer"  # the folder of a checkpoint, or of a run, in which its
 TOKENIZER_PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 
 WRITTEN = (
-    *("run_dir", "save", "local_save", "tensorboard_dir", "wandb_save_dir", "data_cache_path"),
+    *("run_dir", "save", "local_save", "offload_folder", "tensorboard_dir", "wandb_save_dir", "data_cache_path"),
     *("memory_snapshot_path", "dry_run_report", "kill_switch_path"),
 )
 """Fields that name a file or a folder, whether it is there or not."""

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatronish.attention.mask import slopes_on
 from megatronish.checkpoint.save import HostCopies
 from megatronish.config.config import Config
+from megatronish.config.fields import with_fields
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
@@ -203,7 +204,8 @@ def hooks_alone(engine: Engine, _batches: Sequence[MicroBatch], recorder: StepRe
 
 def run_rank(planned: PlannedRun, rank: int, *, then: Then = hooks_alone) -> DryRank:
     """Build the engine of this rank, let it take a step, do what comes `then`, and leave nothing behind."""
-    config, device_type = planned.config, planned.device_type
+    # What would lie on a disk has no memory here anyway: it counts as the host's.
+    config, device_type = with_fields(planned.config, offload_folder=None), planned.device_type
     recorder = StepRecorder(device_type, number=planned.rows_of_an_expert, references=references())
     ledger, fake, times = recorder.ledger, FakeTensorMode(allow_non_fake_inputs=True), [time.perf_counter()]
     with answered_for(device_type, recorder.wait), _mesh(config, rank, device_type) as mesh:

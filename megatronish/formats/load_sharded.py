@@ -29,6 +29,7 @@ from megatronish.core.errors import UserError
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.weights import Description, LazyTensor, Model, Translated, to_ours
 from megatronish.layers.nf4 import NF4Weight
+from megatronish.parallel.disk import release
 from megatronish.parallel.sharding import Piece
 
 
@@ -69,6 +70,7 @@ def _fill(target: GlobalTensor, tensor: LazyTensor) -> None:
         whole = tensor.read()
         for piece in target.pieces:
             piece.view(target.local).copy_(Piece((), piece.global_offset, piece.sizes).view(whole))
+        release(target.local)
         return
     for piece in target.pieces:
         first, *others = piece.global_offset
@@ -76,6 +78,7 @@ def _fill(target: GlobalTensor, tensor: LazyTensor) -> None:
             expert = tensor.rows(first + row, first + row + 1)
             part = Piece((), (0, *others), (1, *piece.sizes[1:])).view(expert)
             piece.view(target.local)[row : row + 1].copy_(part)
+        release(target.local)
 
 
 def check_source(load: Path, description: Description, ours: Translated, *, allow_unmatched: bool) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatronish.parallel import comm
+from megatronish.parallel.disk import disk_of, in_memory, pieces_of
 from megatronish.parallel.mesh import Axis, Domain
 
 ROW = 2048
@@ -62,6 +63,13 @@ def sum_of_squares(x: Tensor) -> Tensor:
     """
     flat = x.reshape(-1)
     whole = flat.numel() // ROW * ROW
-    parts = (flat[:whole].view(-1, ROW), flat[whole:].view(1, -1))
-    rows, rest = (torch.linalg.vector_norm(part, dim=1).double().square().sum() for part in parts)
-    return rows + rest
+    if disk_of(x) is None:
+        rows = _squares(flat[:whole].view(-1, ROW))
+    else:  # piece by piece, and added up at once: the same number as of one in memory
+        rows = torch.cat([_squares(piece.view(-1, ROW)) for piece in pieces_of(flat[:whole])] or [flat.new_empty(0)])
+    return rows.sum() + _squares(in_memory(flat[whole:]).view(1, -1)).sum()
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """[rows, n] -> [rows] in fp64."""
+    return torch.linalg.vector_norm(rows, dim=1).double().square()

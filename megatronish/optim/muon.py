@@ -20,9 +20,10 @@ from torch import Tensor
 
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.optim.adam import AdamW
-from megatronish.optim.masters import Masters
+from megatronish.optim.masters import Masters, states_of
 from megatronish.parallel import comm
 from megatronish.parallel.bucketing import MOST_AT_ONCE, round_sizes
+from megatronish.parallel.disk import in_chunks
 from megatronish.parallel.mesh import Domain
 from megatronish.parallel.sharding import FlatPiece, Piece, Sharding
 
@@ -292,11 +293,12 @@ class Muon:
         names = {name for name, sharding in masters.shardings.items() if sharding.role == "matrix"}
         matrices = masters.only(names)
         self._config, self._momentum = config, config.muon_momentum
-        self._masters = matrices.parameters
+        self._matrices, self._masters = matrices, matrices.parameters
         self._distributions = [MatrixDistribution(*of_domain) for of_domain in matrices.by_domain()]
         self._rest = AdamW(masters.only(masters.shardings.keys() - names), config)
-        self._momenta = {name: torch.zeros_like(each, requires_grad=False) for name, each in self._masters.items()}
-        self.state = self._rest.state | {name: {"momentum_buffer": each} for name, each in self._momenta.items()}
+        of_matrices = states_of(self._masters, ["momentum_buffer"])
+        self._momenta = {name: state["momentum_buffer"] for name, state in of_matrices.items()}
+        self.state = self._rest.state | of_matrices
 
     @staticmethod
     def described(masters_on: torch.device, /) -> str:
@@ -317,11 +319,12 @@ class Muon:
         # 1. Everything that is not a matrix.
         self._rest.step(learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum)
         # 2. Shard by shard, without communication: momentum and decoupled weight decay.
-        for name, mean in self._momenta.items():
-            gradient = self._masters[name].grad
-            assert gradient is not None
-            mean.lerp_(gradient, 1 - self._momentum)
-            self._masters[name].mul_(1 - learning_rate * weight_decay)
+        names = list(self._momenta)
+        for chunk in in_chunks([(self._momenta[name], self._masters[name]) for name in names], num_written=2):
+            for part, (mean, master) in chunk:
+                gradient = self._matrices.gradient_of(names[part.number]).view(-1)[part.begin : part.end]
+                mean.lerp_(gradient.to(mean.device), 1 - self._momentum)
+                master.mul_(1 - learning_rate * weight_decay)
         # 3. Round by round: whole matrices on their owners, orthogonalised, and back into the shards.
         for distribution in self._distributions:
             for round_ in distribution.rounds:
@@ -347,26 +350,48 @@ class Muon:
     def _directions(self, distribution: MatrixDistribution, round_: Round) -> Tensor:
         """[ranks, width]: this rank's pieces of the directions, and zeros."""
         buffer = distribution.buffer(round_)
-        for slot in round_.slots:
-            if distribution.contributes(slot):
-                for piece, place in distribution.pieces(slot, buffer):
-                    place.copy_(self._direction(slot.matrix.name, piece))
+        found = [
+            (slot.matrix.name, *found)
+            for slot in round_.slots
+            if distribution.contributes(slot)
+            for found in distribution.pieces(slot, buffer)
+        ]
+        momenta = [piece.view(self._momenta[name]) for name, piece, _ in found]
+        parts = list[Tensor]()  # of a piece that is cut, because it lies on a disk
+        for chunk in in_chunks([(each,) for each in momenta], num_written=0):
+            for part, (momentum,) in chunk:
+                name, piece, place = found[part.number]
+                gradient = piece.view(self._matrices.gradient_of(name)).view(-1)[part.begin : part.end]
+                parts.append(self._direction(momentum, gradient))
+                if part.end == place.numel():
+                    direction = parts[0] if len(parts) == 1 else torch.cat(parts)
+                    place.copy_(direction.view(place.shape))
+                    parts.clear()
+                elif parts[-1] is momentum:  # which the next chunk takes the place of
+                    parts[-1] = momentum.clone()
         return buffer
 
-    def _direction(self, name: str, piece: Piece | FlatPiece) -> Tensor:
-        """The momentum of a piece, or Nesterov's: the momentum averaged with the gradient once more."""
-        momentum, gradient = piece.view(self._momenta[name]), self._masters[name].grad
-        assert gradient is not None
+    def _direction(self, momentum: Tensor, gradient: Tensor) -> Tensor:
+        """The momentum, or Nesterov's: the momentum averaged with the gradient once more."""
         if not self._config.muon_nesterov:
             return momentum
-        return piece.view(gradient).lerp(momentum, self._momentum)
+        return gradient.to(momentum.device).lerp(momentum, self._momentum)
 
     def _apply(self, distribution: MatrixDistribution, round_: Round, buffer: Tensor, learning_rate: float) -> None:
         """Subtract the updates of this rank's pieces, read from the buffer [ranks, width] of the round."""
         scale = SCALES[self._config.muon_scale_mode]
-        for slot in round_.slots:
-            # By the whole matrix's shape, never by that of a piece.
-            factor = learning_rate * self._config.muon_extra_scale_factor * scale(*slot.matrix.shape)
-            for piece, place in distribution.pieces(slot, buffer):
-                master = self._masters[slot.matrix.name]
-                piece.view(master).sub_(place.to(master.device), alpha=factor)
+        found = [
+            (slot.matrix, piece.view(self._masters[slot.matrix.name].detach()), place)
+            for slot in round_.slots
+            for piece, place in distribution.pieces(slot, buffer)
+        ]
+        for chunk in in_chunks([(master,) for _, master, _ in found], num_written=1):
+            for part, (master,) in chunk:
+                matrix, piece, place = found[part.number]
+                # By the whole matrix's shape, never by that of a piece.
+                factor = learning_rate * self._config.muon_extra_scale_factor * scale(*matrix.shape)
+                if len(master) == piece.numel():
+                    master.view(place.shape).sub_(place.to(master.device), alpha=factor)
+                else:
+                    update = place.reshape(-1)[part.begin : part.end]
+                    master.sub_(update.to(master.device), alpha=factor)

@@ -56,9 +56,10 @@ class Optimizer:
         self.shards, self.name = shards, config.optimizer
         masters = {name: nn.Parameter(shards[name].master) for name in shards if name in gradients}
         for name, master in masters.items():
-            master.grad = gradients[name]
+            if gradients[name].device == master.device:
+                master.grad = gradients[name]
         self.masters = masters
-        whole = Masters(masters, shards, shardings, domains, device, config.apply_wd_to_qk_layernorm)
+        whole = Masters(masters, shards, shardings, domains, device, config.apply_wd_to_qk_layernorm, gradients)
         options = options_of(OPTIMIZER_NAMES, config.optimizer, config.optimizer_args)
         kind: Callable[..., Update] = OPTIMIZERS[config.optimizer]
         make = partial(kind, **options)

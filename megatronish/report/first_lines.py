@@ -19,6 +19,7 @@ from megatronish.estimate.costs.parameters import (
     parameters_of_adapter,
     parameters_of_stage,
 )
+from megatronish.estimate.planner.disk_room import disk_lines
 from megatronish.estimate.room import note_on_room
 from megatronish.formats.load_sharded import open_hf
 from megatronish.launch.device import choose_device
@@ -101,6 +102,7 @@ def first_lines(
         memory_table(
             expected_memory(config, loads, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
         ),
+        *disk_lines(config, vocab_size=vocab_size, device=device, place=place_from_environment()),
         *_experts(config, partial(bytes_of_uneven_load, config, loads, vocab_size=vocab_size, device=device_type)),
         *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),
     ]

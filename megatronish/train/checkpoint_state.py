@@ -15,6 +15,7 @@ from megatronish.engine.engine import Engine
 from megatronish.model.adapters import is_adapter
 from megatronish.optim.schedules import LearningRateSchedule, build_learning_rate_schedule
 from megatronish.parallel import comm
+from megatronish.parallel.disk import extremes_of
 
 FACTS = ("config", "vocab_size", "data", "eod")
 POSITION = ("step", "consumed_samples", "optimizer_steps")
@@ -55,7 +56,7 @@ def num_not_finite(engine: Engine) -> int:
     extremes: dict[torch.device, list[Tensor]] = {}
     for tensor in own:
         if tensor.numel():
-            extremes.setdefault(tensor.device, []).append(torch.stack(torch.aminmax(tensor)))
+            extremes.setdefault(tensor.device, []).append(extremes_of(tensor.contiguous()))
     number = sum(int((~torch.isfinite(torch.stack(each))).any(dim=1).sum()) for each in extremes.values())
     return int(comm.all_reduce(torch.tensor(number), engine.mesh.world))
 

@@ -272,6 +272,7 @@ def serial(config: Config) -> Config:
         zero_hpz_partition_size=None,
         optimizer_cpu_offload=False,
         param_cpu_offload=False,
+        offload_folder=None,
     )
     training = replace(config.training, global_batch_size=config.global_batch_size)
     return replace(config, parallel=parallel, training=training, recompute=RecomputeConfig())

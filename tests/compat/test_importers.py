@@ -46,7 +46,7 @@ DEEPSPEED: dict[str, Any] = {
     "zero_optimization": {
         "stage": 3,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "nvme"},
+        "offload_param": {"device": "nvme", "nvme_path": "/local/nvme", "buffer_count": 5},
         "overlap_comm": True,
         "reduce_bucket_size": 5e8,
         "stage3_max_live_parameters": 1e9,
@@ -116,14 +116,14 @@ def test_a_ds_config_becomes_a_config_that_is_read(tmp_path: Path) -> None:
     assert (optimizer.lr_decay_style, optimizer.lr_warmup_iters) == ("cosine", 100)
     assert optimizer.min_lr == pytest.approx(3e-5)
     assert (training.bf16, training.fp16, optimizer.clip_grad, config.log.log_interval) == (True, False, 1.0, 10)
-    assert (parallel.zero, parallel.optimizer_cpu_offload, parallel.param_cpu_offload) == (3, True, False)
+    assert (parallel.zero, parallel.optimizer_cpu_offload, parallel.param_cpu_offload) == (3, True, True)
+    assert parallel.offload_folder == "/local/nvme"
     assert parallel.ddp_bucket_size == 500_000_000
     assert (config.recompute.recompute_granularity, config.recompute.offload_saved_activations) == ("full", True)
     assert config.log.tensorboard_dir == "boards"
     for line in (
         "#   made_up: it is not known here",
         "# NOT AS THERE: curriculum_learning: it is not there",
-        "#   zero_optimization.offload_param: nvme is not there; --param-cpu-offload uses the CPU's memory",
         "#   zero_optimization.stage3_max_live_parameters: it changes speed and memory alone",
         "#   zero_optimization.zero_quantized_gradients: rounding",
         "#   flops_profiler: throughput in TFLOP/s is always logged",

@@ -142,6 +142,18 @@ from megatronish.config.fields import FIELDS
             r"^param_cpu_offload .*, and zero_stage=2 shares no parameters; add --zero-stage 3, or leave it out",
         ),
         (
+            "--dp 2 --zero-stage 1 --offload-folder /data",
+            r"^offload_folder=/data is where .*, and nothing is offloaded; add --optimizer-cpu-offload, or --param-cpu",
+        ),
+        (
+            "--dp 2 --zero-stage 1 --optimizer-cpu-offload --offload-folder=",
+            r"^offload_folder is empty; name a folder on a local disk, or leave --offload-folder out",
+        ),
+        (
+            "--dp 2 --zero-stage 1 --optimizer-cpu-offload --offload-folder s3://bucket/x",
+            r"^offload_folder=s3://bucket/x is a URL, and is mapped into memory; name a folder on a local disk",
+        ),
+        (
             "--pp 2 --num-layers-per-virtual-pipeline-stage 3 --decoder-first-pipeline-num-layers 5",
             r"^num_layers_per_virtual_pipeline_stage=3 makes all chunks equal, .*; use --num-virtual-stages",
         ),

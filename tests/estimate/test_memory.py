@@ -96,6 +96,21 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
         assert memory.total == sum(memory) - memory.host
 
 
+def test_what_is_offloaded_to_a_disk_lies_neither_on_the_device_nor_on_the_host() -> None:
+    """Gradients have no copies; where parameters are offloaded, gradients add up on the host."""
+    count = 124_439_808 + (50304 - 50257) * 768
+    for stage, offload, device, host in [
+        (1, "optimizer", 6, 0),
+        (2, "optimizer", 2 + 4 / 8, 0),
+        (3, "optimizer", 8 / 8, 0),
+        (3, "param", 0, 4 / 8),
+    ]:
+        flags = {f"{offload}_cpu_offload": True, "offload_folder": "/data"}
+        (memory,) = expect(layout=Layout(dp=8), bf16=True, zero_stage=stage, **flags)
+        assert (sum(memory[:3]), memory.host, memory.disk) == (device * count, host * count, 12 / 8 * count)
+        assert memory.total == sum(memory) - memory.host - memory.disk
+
+
 def test_what_passes_is_a_few_buckets_or_layers() -> None:
     count, layer = 124_439_808 + (50304 - 50257) * 768, 12 * 768**2 + 13 * 768
     table, matrix = 50304 * 768, 4 * 768**2  # a matrix is never cut
@@ -229,6 +244,8 @@ def test_memory_draws_itself_as_a_table() -> None:
         "              parameters   gradients   optimizer activations      logits       total",
         "     stage 0     1.0 MiB     1.0 MiB     2.0 MiB         0 B         0 B     4.0 MiB",
     ]
+    (_, row) = memory_table([Memory(2**20, 2**20, 2**21, disk=2**33)]).splitlines()
+    assert row.split()[-4:] == ["4.0", "MiB", "8.0", "GiB"]
     shared = Memory(2**20, 2**20, 2**21, temporary=2**10, host=2**22)
     assert memory_table([shared]).splitlines() == [
         "              parameters   gradients   optimizer activations      logits   temporary       total        host",

@@ -90,6 +90,19 @@ def test_what_no_measured_step_confirms_is_said() -> None:
         assert part in said(flags)
 
 
+def test_ranks_of_a_node_share_its_disk() -> None:
+    """Of 8 billion parameters 28 bytes each a step with Adam, at 6 GB/s, among however many ranks of a node."""
+    for layout, gpus, nodes in (("zero=1", 8, 1), ("zero=2", 64, 8), ("tp=8,zero=1", 16, 2)):
+        offloaded = step_of(layout, "--optimizer-cpu-offload", gpus=gpus)
+        on_disk = step_of(layout, "--optimizer-cpu-offload --offload-folder /data", gpus=gpus)
+        more = on_disk.optimizer - offloaded.optimizer
+        assert more == pytest.approx(28 * 8.03e9 / 6e9 / nodes, rel=0.02), layout
+    rows = [step_of("zero=3", f"--param-cpu-offload {flags}") for flags in ("", "--offload-folder /data")]
+    assert rows[1].optimizer - rows[0].optimizer == pytest.approx(24 * 8.03e9 / 6e9, rel=0.02)
+    micro_batches = (rows[1].exchange - rows[0].exchange) / (8 * 8.03e9 / 6e9)  # read twice by each
+    assert micro_batches == pytest.approx(round(micro_batches), rel=0.02) and round(micro_batches) >= 1
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind", ["p2p", "a2a"])
 def test_cp_takes_as_long_as_the_bytes_that_the_engine_sends(kind: str, recompute: str) -> None:

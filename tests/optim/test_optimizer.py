@@ -230,7 +230,7 @@ def test_apex_finds_our_state_and_goes_on_counting(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("megatronish.optim.adam.find_fused_adam", lambda _: FusedAdamChoice(FusedAdam, "for the test"))
     optimizer, _ = optimizer_of(parameters_of(), ADAM)
     optimizer.num_steps = 6
-    inner = optimizer.updates["usual"].inner
+    inner = optimizer.updates["usual"].in_memory.inner
     optimizer.step(learning_rate=0.1, weight_decay=0.2)
     assert [(group["step"], group["lr"], group["weight_decay"]) for group in inner.param_groups] == [
         (7, 0.1, 0.2),

@@ -1,5 +1,6 @@
 """A problem of the theorem, and how it is spread over ranks and over time."""
 
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ OPTIMIZERS = {
     "adam": OptimizerConfig(lr=1e-3, clip_grad=CLIP),
     "muon": OptimizerConfig(optimizer="muon", lr=1e-3, muon_nesterov=True, muon_extra_scale_factor=4.0, clip_grad=CLIP),
 }
+
+DISK = tempfile.gettempdir()
+"""Where tests keep what is offloaded to a disk. In memory it is slow to no purpose, and computes the same."""
 
 SGD = OptimizerConfig(optimizer="sgd", clip_grad=CLIP)
 DECOUPLED: dict[str, Any] = {"decoupled_lr": 3e-3, "apply_wd_to_qk_layernorm": True}
@@ -72,6 +76,7 @@ class Spread:
     offload: str = "none"
     secondary: int | None = None
     """Neighbours that keep what ZeRO-3 has gathered (hpZ)."""
+    on_disk: bool = False
     ep: int = 1
     etp: int | None = None
     compile: str | None = None
@@ -106,4 +111,5 @@ class Spread:
             zero_hpz_partition_size=self.secondary,
             optimizer_cpu_offload=self.offload == "optimizer",
             param_cpu_offload=self.offload == "parameters",
+            offload_folder=DISK if self.on_disk else None,
         )

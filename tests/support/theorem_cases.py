@@ -49,6 +49,7 @@ def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
         "zero": (0, 1, 2, 3) if layout.dp * layout.cp > 1 else (0, 1),
         "copies": (1, 2) if layout.dp * layout.cp in (4, 6, 8) else (None,),
         "offload": ("none", "optimizer", "parameters"),
+        "on_disk": (True, False),
         "dp": (layout.dp > 1,),
         "tp": (layout.tp > 1,),
         "pp": (min(layout.pp, 3),),
@@ -104,7 +105,7 @@ def fewest_adapted(dealt: Sequence[Chosen]) -> set[int]:
 
 
 ADAPTER_SEED = 0
-DEALT = with_adapters(pairwise(CHOICES, seed=34))
+DEALT = with_adapters(pairwise(CHOICES, seed=131))
 ADAPTED = fewest_adapted(DEALT)
 """Cases whose adapters are trained in the usual run; `pytest --all-layouts` trains those of all."""
 
@@ -215,6 +216,7 @@ def spread_of(layout: Layout, chosen: Chosen) -> Spread:
         zero=zero,
         copies=chosen["copies"] or 1 if zero else 1,
         offload=offload_of(zero, chosen["offload"]),
+        on_disk=chosen["on_disk"] and offload_of(zero, chosen["offload"]) != "none",
     )
 
 
@@ -250,7 +252,8 @@ def name_of(layout: Layout, chosen: Chosen) -> str:
     words += [chosen["attention_backend"]] if spread_of(layout, chosen).attention_backend != "auto" else []
     if chosen["zero"]:
         words.append(f"zero{chosen['zero']}x{chosen['copies']}")
-        words += [f"offload_{chosen['offload']}"] if chosen["offload"] != "none" else []
+        where = "_on_disk" if chosen["on_disk"] else ""
+        words += [f"offload_{chosen['offload']}{where}"] if chosen["offload"] != "none" else []
     if layout.pp > 1:
         words += [chosen["schedule"], chosen["split"]]
     sizes = f"{num_microbatches_of(layout, chosen)}x{chosen['micro_batch_size']}"

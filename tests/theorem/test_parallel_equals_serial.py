@@ -143,6 +143,7 @@ def test_in_bf16_a_layout_is_as_near_to_fp32_as_one_process_is(layout: Layout, m
         "zero": 0,
         "copies": 1,
         "offload": "none",
+        "on_disk": False,
     }
     chosen = usual | rest | main
     assert_near_in_half_precision(problem_of(layout, chosen), spread_of(layout, chosen), bf16=True)

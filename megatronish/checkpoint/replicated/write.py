@@ -36,6 +36,7 @@ from megatronish.core.errors import RunError
 from megatronish.core.files import sync_folder, write_durably
 from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import all_or_none, from_one
+from megatronish.parallel.disk import extremes_of
 from megatronish.parallel.mesh import Axis
 
 SMALL = (METADATA, STATE, CHECKSUMS)
@@ -77,7 +78,7 @@ def _refuse_not_finite(tensors: dict[str, GlobalTensor]) -> None:
     """RunError for a parameter that is infinite or not a number: it must not replace one from which a run resumes."""
     for name, tensor in tensors.items():
         is_parameter = name.startswith("model.") and tensor.local.numel() and tensor.local.is_floating_point()
-        if is_parameter and not bool(torch.isfinite(torch.stack(torch.aminmax(tensor.local))).all()):
+        if is_parameter and not bool(torch.isfinite(extremes_of(tensor.local.contiguous())).all()):
             raise RunError(f"{name} holds infinity or NaN")
 
 

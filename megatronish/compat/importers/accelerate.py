@@ -209,6 +209,8 @@ def _of_keys(found: Imported, config: Mapping[str, Any]) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": 2 if stage is None else whole(stage, "deepspeed_config.zero_stage")}
     for key in ("offload_optimizer", "offload_param"):
         zero[key] = {"device": text(config, f"{key}_device", "none").lower()}
+        if path := text(config, f"{key}_nvme_path", ""):
+            zero[key]["nvme_path"] = path
     given: dict[str, Any] = {"zero_optimization": zero}
     if config.get("gradient_clipping") in (None, "none", "auto"):
         clip: float | None = 1.0

@@ -183,17 +183,19 @@ def _autocast(found: Imported, values: Mapping[str, Any]) -> None:
 
 
 def _zero(found: Imported, values: Mapping[str, Any]) -> None:
-    # Offloading has sections of its own, which name a device: NVMe has no counterpart.
+    # Offloading has sections of its own, which name a device, and of NVMe a folder: here all of it has one folder.
     offload = {"offload_optimizer": "optimizer_cpu_offload", "offload_param": "param_cpu_offload"}
     apply(found, {k: v for k, v in values.items() if k not in (*offload, HPZ)}, ZERO, within="zero_optimization.")
     for key, name in offload.items():
         device = text(section(values, key), "device", "none")
-        if device == "cpu":
+        if device in ("cpu", "nvme"):
             found.set(name, True)
         elif device != "none":
             found.leave_out(
                 f"zero_optimization.{key}", f"{shown(device)} is not there; {FIELDS[name].flag} uses the CPU's memory"
             )
+        if device == "nvme":
+            _on_disk(found, section(values, key), f"zero_optimization.{key}")
     # Of one rank, which is DeepSpeed's default, nothing is kept; and below stage 3 DeepSpeed does not read it.
     if values.get(HPZ) == "auto":
         found.leave_out(f"zero_optimization.{HPZ}", AUTO)
@@ -205,8 +207,19 @@ def _zero(found: Imported, values: Mapping[str, Any]) -> None:
             found.leave_out(f"zero_optimization.{HPZ}", "it is for stage 3")
     # Stage 0 shares nothing, so there is no share to offload, and the rules of the config would refuse the flags.
     if not found.settings.get("zero_stage"):
-        for name in offload.values():
+        for name in (*offload.values(), "offload_folder"):
             found.settings.pop(name, None)
+
+
+def _on_disk(found: Imported, values: Mapping[str, Any], within: str) -> None:
+    """The folder of what is offloaded to NVMe. The rest of the section says how the disk is asked, or how often."""
+    path = text(values, "nvme_path", "")
+    if not path:
+        found.leave_out(f"{within}.nvme_path", "there is none in the file; name a local disk with --offload-folder")
+    elif (other := found.settings.get("offload_folder", path)) != path:
+        found.leave_out(f"{within}.nvme_path", f"one folder holds all that is offloaded: {other}")
+    else:
+        found.set("offload_folder", path)
 
 
 def _activations(found: Imported, values: Mapping[str, Any]) -> None:

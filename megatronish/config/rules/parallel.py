@@ -96,6 +96,9 @@ CUT_RULES = (
 
 BACKEND_RULES = (ConfigRule(("distributed_backend", "device"), _backend),)
 
+STREAMED_OPTIMIZERS = ("adam", "sgd", "muon")
+"""Optimizers that go through masters and states on a disk chunk by chunk."""
+
 _ZERO = ("zero_stage", "use_distributed_optimizer")
 _SCHEDULE = ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
@@ -164,9 +167,32 @@ def _offload(config: Config) -> str | None:
     return None
 
 
+def _offload_folder(config: Config) -> str | None:
+    parallel, name = config.parallel, config.optimizer.optimizer
+    folder = parallel.offload_folder
+    if folder is None:
+        return None
+    if not folder.strip():
+        return "offload_folder is empty; name a folder on a local disk, or leave --offload-folder out"
+    if "://" in folder:
+        return f"offload_folder={folder} is a URL, and is mapped into memory; name a folder on a local disk"
+    if not (parallel.optimizer_cpu_offload or parallel.param_cpu_offload):
+        return (
+            f"offload_folder={folder} is where what is offloaded lives, and nothing is offloaded; add "
+            "--optimizer-cpu-offload, or --param-cpu-offload with --zero-stage 3, or leave it out"
+        )
+    if name not in STREAMED_OPTIMIZERS:
+        return (
+            f"offload_folder={folder} holds the states of {one_of(STREAMED_OPTIMIZERS)}, and optimizer={name} of a "
+            "plug-in keeps its own in memory; use one of these, or leave --offload-folder out"
+        )
+    return None
+
+
 ZERO_RULES = (
     ConfigRule((*_ZERO, *_SCHEDULE), _zero),
     ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances"), _copies),
     ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances", "zero_hpz_partition_size"), _neighbours),
     ConfigRule((*_ZERO, "optimizer_cpu_offload", "param_cpu_offload"), _offload),
+    ConfigRule(("offload_folder", "optimizer", "optimizer_cpu_offload", "param_cpu_offload"), _offload_folder),
 )

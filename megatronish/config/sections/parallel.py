@@ -72,6 +72,8 @@ class ParallelConfig:
     """Masters and optimizer states live in the CPU's memory, and the CPU takes the step."""
     param_cpu_offload: bool = False
     """The parameters too: a layer's share is brought to the device when the layer is gathered (ZeRO-3)."""
+    offload_folder: str | None = None
+    """Folder of a local disk (NVMe) in which what is offloaded lives, in files without names, instead of in memory."""
     distributed_backend: str = "auto"
     """auto: nccl on CUDA, gloo on CPU; or any that torch.distributed knows, a plug-in's too."""
     distributed_timeout_minutes: Annotated[float, greater_than(0), at_most(525_600)] = 10.0

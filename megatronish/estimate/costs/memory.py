@@ -173,6 +173,7 @@ class MemoryModel:
                     round(logits),
                     round(temporary),
                     state.host,
+                    state.disk,
                 )
             )
         return peaks

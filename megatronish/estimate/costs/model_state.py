@@ -28,12 +28,13 @@ from megatronish.specs.costs import Count, sum_counts
 
 
 class ZeroSettings(NamedTuple):
-    """What ZeRO shares among how many ranks, and what of it waits in the CPU's memory."""
+    """What ZeRO shares among how many ranks, and what of it waits in the CPU's memory, or `on_disk`."""
 
     stage: int = 0
     ranks: int = 1
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
+    on_disk: bool = False
 
     @classmethod
     def of(cls, parallel: ParallelConfig, layout: Layout) -> "ZeroSettings":
@@ -43,6 +44,7 @@ class ZeroSettings(NamedTuple):
             ranks=layout.dp * layout.cp // parallel.num_distributed_optimizer_instances if parallel.zero else 1,
             offloads_optimizer=parallel.optimizer_cpu_offload or parallel.param_cpu_offload,
             offloads_parameters=parallel.param_cpu_offload,
+            on_disk=parallel.offload_folder is not None,
         )
 
     def of_experts(self, layout: Layout, grid: int) -> "ZeroSettings":
@@ -54,7 +56,9 @@ class ZeroSettings(NamedTuple):
 def frozen_state(count: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
     """Frozen parameters of a rank, in the dtype that is computed in (`element_bytes` is 1 for bytes); no masters."""
     size = element_bytes * (-(-count // zero.ranks) if zero.stage == 3 else count)
-    return Memory(0, 0, 0, host=size) if zero.offloads_parameters else Memory(size, 0, 0)
+    if not zero.offloads_parameters:
+        return Memory(size, 0, 0)
+    return Memory(0, 0, 0, disk=size) if zero.on_disk else Memory(0, 0, 0, host=size)
 
 
 def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
@@ -66,6 +70,12 @@ def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_byt
     share, moments = (-(-each // zero.ranks) for each in (count, num_moments))
     parameters = 4 * share if zero.stage == 3 else element_bytes * count
     gradients = 4 * (count if zero.stage < 2 else share)
+    if zero.offloads_parameters and zero.on_disk:  # gradients add up over micro-batches: in memory
+        return Memory(0, 0, 0, host=gradients, disk=parameters + 4 * moments)
+    if (
+        zero.offloads_optimizer and zero.on_disk and not zero.offloads_parameters
+    ):  # which reads gradients where they are
+        return Memory(parameters, gradients, 0, disk=4 * share + 4 * moments)
     if zero.offloads_parameters:
         return Memory(0, 0, 0, host=parameters + gradients + 4 * moments)
     if zero.offloads_optimizer:  # masters, and the gradients that they are stepped by

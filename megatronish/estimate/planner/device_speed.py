@@ -133,9 +133,10 @@ def reservations(config: Config) -> list[str]:
             "of all matrices are counted; no measured step has confirmed them"
         )
     if config.parallel.optimizer_cpu_offload or config.parallel.param_cpu_offload:
+        disk = "" if config.parallel.offload_folder is None else "; what the disk reads and writes is counted"
         sentences.append(
             "offloading: transfers over PCIe and the update by the CPU are not modelled, so every step is longer than "
-            "printed"
+            f"printed{disk}"
         )
     return sentences
 

@@ -60,6 +60,8 @@ class Device:
     """Of one step of a collective."""
     host_us: float = 300.0
     """Time that Python needs to launch the forward of one dense layer."""
+    nvme_gb_s: float = 6.0
+    """Of the local disk of a node, reading or writing, which the ranks there share: of a usual NVMe disk."""
     has_bf16: bool = True
     """Whether the device multiplies matrices of bf16."""
     calibrated: str | None = None

@@ -235,7 +235,15 @@ class StepClock:
             once += links.all_reduce(2, mesh.tp * mesh.cp * mesh.dp, wanted * table)
         shared = (mesh.cp * mesh.dp, mesh.edp) if zero else (1, 1)
         on_rank = learned[0] / shared[0] + learned[1] / shared[1]
-        return once, each, work.optimizer_bytes * on_rank / self.machine.hbm + self._muon(mesh, stages, zero)
+        update = work.optimizer_bytes * on_rank / self.machine.hbm + self._muon(mesh, stages, zero)
+        update += self._disk_seconds(mesh, work.disk.step * on_rank)
+        each += self._disk_seconds(mesh, work.disk.pass_read * (all_of[0] / shared[0] + all_of[1] / shared[1]))
+        return once, each, update
+
+    def _disk_seconds(self, mesh: MeshSizes, of_rank: float) -> float:
+        """Seconds of the disk of a node, which its ranks share, for so many bytes of each of them."""
+        ranks = min(self.device.gpus_per_node, mesh.dp * mesh.tp * mesh.pp * mesh.cp)
+        return of_rank * ranks / (1e9 * self.device.nvme_gb_s)
 
     def _gathered_bytes(self, whole: float, learned: float) -> float:
         """Bytes of the parameters that ZeRO-3 gathers: a base in 4 bits as it is stored."""

@@ -14,6 +14,7 @@ from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.estimate.costs.candidate import MeshSizes
+from megatronish.estimate.costs.disk_traffic import DiskTraffic, disk_traffic
 from megatronish.estimate.costs.layer_kind_memory import LayerKind, layer_kinds
 from megatronish.estimate.costs.parameters import parameters_of_stage
 from megatronish.parallel.pipeline.stages import Stages
@@ -47,6 +48,8 @@ class Workload:
     """Adapters that learn in the place of the model, if there are any."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer, of which Muon has matrix products of its own."""
+    disk: DiskTraffic = field(default_factory=DiskTraffic)
+    """Bytes of a parameter that a local disk reads and writes, where something is offloaded to it."""
     extra_forwards: int = 0
     """Forward passes over the micro-batches of a step besides its own: of a reference, and for KTO of the model."""
 
@@ -69,6 +72,7 @@ class Workload:
             ring=config.parallel.cp_comm_type == "p2p",
             adapter=config.adapter,
             optimizer=config.optimizer,
+            disk=disk_traffic(config),
             extra_forwards=(config.reference in ("model", "adapters-off"))
             + (OBJECTIVE_NAMES[training.objective].learns_from == "labelled"),
         )

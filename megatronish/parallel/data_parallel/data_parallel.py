@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -78,11 +79,42 @@ class DataParallel(Protocol):
 
 
 @dataclass(frozen=True)
+class Offload:
+    """What lives apart from the device: masters and optimizer states, or the parameters with them (ZeRO-3).
+
+    It lives in the CPU's memory, or in a file in `folder` (parallel/disk.py).
+    """
+
+    what: Literal["nothing", "optimizer", "parameters"] = "nothing"
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> "Offload":
+        """As the flags say. Parameters that are offloaded take their masters along."""
+        folder = Path(parallel.offload_folder) if parallel.offload_folder is not None else None
+        if parallel.param_cpu_offload:
+            return cls("parameters", folder)
+        return cls("optimizer", folder) if parallel.optimizer_cpu_offload else cls()
+
+    @property
+    def masters_on(self) -> torch.device | None:
+        """Device of the masters, if it is not that of the parameters."""
+        return torch.device("cpu") if self.what == "optimizer" else None
+
+    @property
+    def gradients_on(self) -> torch.device | None:
+        """Device of the gradients that the optimizer reads, if they are copies.
+
+        An optimizer that goes through masters on a disk chunk by chunk copies what it needs of gradients elsewhere.
+        """
+        return self.masters_on if self.folder is None else None
+
+
+@dataclass(frozen=True)
 class DataParallelSettings:
     """What a config says of the data ranks.
 
     `dtype` is that of the model, `reduce_dtype` that of gradients on their way. `bucket_size` counts elements.
-    `offload` says what lives in the CPU's memory: masters and optimizer states, or the parameters with them (ZeRO-3).
     """
 
     zero_stage: int = 0
@@ -91,12 +123,7 @@ class DataParallelSettings:
     bucket_size: int = 8_000_000
     overlap_reduce: bool = True
     overlap_gather: bool = True
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-
-    @property
-    def masters_on(self) -> torch.device | None:
-        """Device of the masters, if it is not that of the parameters."""
-        return torch.device("cpu") if self.offload == "optimizer" else None
+    offload: Offload = Offload()
 
     @property
     def alignment(self) -> int:
@@ -105,12 +132,7 @@ class DataParallelSettings:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, dtype: torch.dtype) -> "DataParallelSettings":
-        """As the flags say. Parameters that are offloaded take their masters along."""
-        offload: Literal["none", "optimizer", "parameters"] = "none"
-        if parallel.param_cpu_offload:
-            offload = "parameters"
-        elif parallel.optimizer_cpu_offload:
-            offload = "optimizer"
+        """As the flags say."""
         return cls(
             zero_stage=parallel.zero,
             dtype=dtype,
@@ -118,5 +140,5 @@ class DataParallelSettings:
             bucket_size=parallel.ddp_bucket_size,
             overlap_reduce=parallel.overlap_grad_reduce,
             overlap_gather=parallel.overlap_param_gather,
-            offload=offload,
+            offload=Offload.of(parallel),
         )

@@ -26,11 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatronish.parallel import comm
-from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
+from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings, Offload
 from megatronish.parallel.data_parallel.gradients import BucketPlan, plan_buckets
+from megatronish.parallel.data_parallel.rows_on_disk import allocate_rows
 from megatronish.parallel.data_parallel.units import Keeping, make_units
 from megatronish.parallel.data_parallel.zero import OffloadedGradients, memory_on
+from megatronish.parallel.disk import DiskFile, copy_between, release
 from megatronish.parallel.mesh import Axis, Domain
+from megatronish.parallel.pinned import Form
 from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding, fill_initial, flat_pieces
 
 
@@ -69,7 +72,7 @@ class FullySharded:
         for before, layer in (pair for chunk in self._chunks for pair in pairwise(chunk)):
             layer.set_modules_to_backward_prefetch([before])
         # 3. Memory, now that each rank has only its rows; all of it is filled below or by a checkpoint.
-        stage.to_empty(device=torch.device("cpu") if settings.offload == "parameters" else device)
+        _allocate(stage, settings.offload, device)
 
         # Rows of this rank, flat, and the rectangles of the global tensors that they are.
         kept = {name: parameter for name, parameter in _sharded(stage) if _rows(parameter).numel()}
@@ -83,6 +86,7 @@ class FullySharded:
             if seed is not None:
                 for piece in pieces[name]:
                     fill_initial(piece.view(rows), shardings[name], piece.global_offset, names=(seed, "init", name))
+            release(rows)
 
         # Where gradients add up: buckets of what this rank keeps, which are not sharded further.
         self._plans, frozen = (self._plan(kept, shardings, settings, learns=learns) for learns in (True, False))
@@ -94,11 +98,10 @@ class FullySharded:
             _let_add_up(kept[name], in_=total)
         self._masters: dict[str, Tensor] = {}
         # 4. Masters apart from the rows, where they are offloaded: else the fp32 rows are the masters.
-        if settings.masters_on is not None:
-            self._masters = self._views(memory_on(settings.masters_on, self._sums))
-            for name, master in self._masters.items():
-                master.copy_(self._rows[name])
-        self._offloaded = OffloadedGradients(self._sums, settings.masters_on)
+        if settings.offload.masters_on is not None:
+            self._masters = self._apart(settings.offload)
+            copy_between([(master, self._rows[name]) for name, master in self._masters.items()])
+        self._offloaded = OffloadedGradients(self._sums, settings.offload.gradients_on)
         self.gradients = self._views(self._offloaded.tensors)
         self.shards = {name: Shard(self._masters.get(name, rows), pieces[name]) for name, rows in self._rows.items()}
 
@@ -120,6 +123,14 @@ class FullySharded:
             alignment=1,
             sources=dict.fromkeys(names, frozenset()),
         )
+
+    def _apart(self, offload: Offload) -> dict[str, Tensor]:
+        """Memory for masters, in the CPU's or in a file."""
+        if offload.folder is None:
+            return self._views(memory_on(torch.device("cpu"), self._sums))
+        names = [name for plan in self._plans for name in plan.names]
+        forms = [Form(tuple(self._rows[name].shape), torch.float32) for name in names]
+        return dict(zip(names, DiskFile(offload.folder).zeros(forms), strict=True))
 
     def _views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Each parameter's elements in the flat tensors of the plans."""
@@ -201,8 +212,7 @@ class FullySharded:
 
     def gather_parameters(self, *, frozen: bool = False) -> None:
         """Bring the masters back to where the model is gathered from; the frozen parameters never left."""
-        for name, master in self._masters.items():
-            self._rows[name].copy_(master, non_blocking=True)
+        copy_between([(self._rows[name], master) for name, master in self._masters.items()])
 
     def wait_for_parameters(self) -> None:
         """Nothing to wait for: what a rank keeps is the masters."""
@@ -220,6 +230,14 @@ def _of_other_domains(stage: nn.Module, domain_of: Mapping[str, Domain]) -> Iter
         if len(names) == 1 and names != {"dense"} and not any(path.startswith(f"{other}.") for other in paths):
             paths.append(path)
             yield module, next(domain for domain in domain_of.values() if domain.name in names)
+
+
+def _allocate(stage: nn.Module, offload: Offload, device: torch.device) -> None:
+    """Give this rank's rows memory: of the device, of the CPU, or in a file, padded as `fully_shard` would pad them."""
+    if offload.what != "parameters" or offload.folder is None:
+        stage.to_empty(device=torch.device("cpu") if offload.what == "parameters" else device)
+        return
+    allocate_rows(stage, DiskFile(offload.folder), device)
 
 
 def _sharded(stage: nn.Module) -> Iterator[tuple[str, DTensor]]:

@@ -135,7 +135,8 @@ def make_units(
     precision = MixedPrecisionPolicy(
         param_dtype=settings.dtype, reduce_dtype=settings.reduce_dtype, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if settings.offload == "parameters" else OffloadPolicy()
+    pins = mesh.device_type == "cuda" and settings.offload.folder is None
+    offload = CPUOffloadPolicy(pins) if settings.offload.what == "parameters" else OffloadPolicy()
     for module in reversed(modules):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
     units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]

@@ -11,7 +11,7 @@ is not waited for at all: what computes next on the device comes after it.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatronish.parallel import comm
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.data_parallel.gradients import BucketPlan, GradientBuckets, Source, plan_buckets
+from megatronish.parallel.disk import DiskFile, copy_between
 from megatronish.parallel.mesh import Domain
 from megatronish.parallel.pinned import Form, pinned_zeros
 from megatronish.parallel.sharding import Shard, Sharding, fill_zeros, flat_pieces
@@ -34,8 +35,8 @@ from megatronish.parallel.sharding import Shard, Sharding, fill_zeros, flat_piec
 class FlatParameters:
     """Parameters in flat buffers of `settings.dtype` (integers: of their own), with the initial values of a seed.
 
-    Without `seed` they are zeros. `shards` is what this rank keeps of each, `masters` the flat tensors these are views
-    of. Unless `settings.overlap_gather`, `gather` waits for what it gathers.
+    Without `seed` they are zeros. `shards` is what this rank keeps of each. Unless `settings.overlap_gather`, `gather`
+    waits for what it gathers.
     """
 
     def __init__(
@@ -50,17 +51,17 @@ class FlatParameters:
     ) -> None:
         self.overlap = settings.overlap_gather
         self.plans, self._num_learning = (*plans, *frozen), len(plans)
-        self.flats, self.masters, self._are_apart = list[Tensor](), list[Tensor](), list[bool]()
+        self.flats, self._masters = list[Tensor](), list[BucketMasters]()
         shards: dict[str, Shard] = {}
         self._gathering: dict[int, comm.Pending] = {}
         self._bucket_of: dict[str, int] = {}
-        offloaded = _offloaded(plans, parameters, settings.masters_on)
+        offloaded = _offloaded(plans, parameters, settings)
         for number, plan in enumerate(self.plans):
             # Values are drawn in fp32 and rounded once: those of a master into the buffer that the model computes with,
             # those of what is frozen as they are drawn. Integers are a stored form (quantised weights), for a loader.
             first = parameters[plan.names[0]]
             learns = number < self._num_learning
-            apart = learns and (settings.dtype != torch.float32 or settings.masters_on is not None)
+            apart = learns and (settings.dtype != torch.float32 or settings.offload.masters_on is not None)
             dtype = settings.dtype if first.is_floating_point() else first.dtype
             values = torch.zeros(plan.size, dtype=torch.float32 if apart else dtype, device=first.device)
             if seed is not None:
@@ -68,11 +69,12 @@ class FlatParameters:
                     fill_zeros(view, shardings[name], plan.domain, names=(seed, "init", name))
             flat = values.to(dtype)
             if not apart:
-                master = plan.part(flat)
+                masters = BucketMasters.whole(plan, plan.part(flat), is_apart=False)
             elif offloaded:
-                master = offloaded[number].copy_(plan.part(values))
+                masters = offloaded[number]
+                copy_between([(master, values) for values, master in masters.beside(plan.part(values))])
             else:
-                master = plan.part(values).clone()
+                masters = BucketMasters.whole(plan, plan.part(values).clone())
             del values
             # The model's parameters become views of the buffer.
             for name, view in plan.views(flat, parameters).items():
@@ -80,20 +82,18 @@ class FlatParameters:
                 self._bucket_of[name] = number
             for name, segment in plan.segments().items():
                 pieces, shape = list(shardings[name].pieces(plan.domain.model)), parameters[name].shape
-                shards[name] = Shard(segment.of(master), flat_pieces(pieces, shape, segment.start, segment.stop))
+                shards[name] = Shard(masters.of[name], flat_pieces(pieces, shape, segment.start, segment.stop))
             self.flats.append(flat)
-            self.masters.append(master)
-            self._are_apart.append(apart)
+            self._masters.append(masters)
         self.shards = {name: shards[name] for name in parameters if name in shards}  # in the model's order
 
     @torch.no_grad()
     def gather(self, *, frozen: bool = False) -> None:
         """Round the masters into the model, on every rank; where they were loaded, the `frozen` parameters too."""
         for number in reversed(range(len(self.plans) if frozen else self._num_learning)):
-            plan, flat, master = self.plans[number], self.flats[number], self.masters[number]
+            plan, flat = self.plans[number], self.flats[number]
             part = plan.part(flat)
-            if self._are_apart[number]:
-                part.copy_(master, non_blocking=True)
+            copy_between(self._masters[number].beside(part))
             self._gathering[number] = comm.start_all_gather(part, plan.domain.shard, into=flat)
         # Masters that are parts of the buffers may be written next, as by the load of adapters after that of the base:
         # what is still on its way would bring back their old values.
@@ -119,14 +119,46 @@ class FlatParameters:
             self.wait_for(names)
 
 
+class BucketMasters(NamedTuple):
+    """Masters of what a rank keeps of a bucket, by parameter, and the tensors that these are views of.
+
+    `wholes` have the element of the rank's part at which each begins; none where they are the part itself.
+    """
+
+    of: dict[str, Tensor]
+    wholes: list[tuple[int, Tensor]]
+
+    @classmethod
+    def whole(cls, plan: BucketPlan, flat: Tensor, *, is_apart: bool = True) -> "BucketMasters":
+        """Views of one tensor that is as large as the part."""
+        of = {name: segment.of(flat) for name, segment in plan.segments().items()}
+        return cls(of, [(0, flat)] if is_apart else [])
+
+    @classmethod
+    def on_disk(cls, plan: BucketPlan, disk: DiskFile) -> "BucketMasters":
+        """One for each parameter, from the start of a page on: so it is read and written past the cache."""
+        segments = plan.segments()
+        forms = [Form((segment.stop - segment.start,), torch.float32) for segment in segments.values()]
+        of = dict(zip(segments, disk.zeros(forms), strict=True))
+        return cls(of, [(segment.at, of[name]) for name, segment in segments.items()])
+
+    def beside(self, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of what is in the part and the master of it."""
+        return [(part.narrow(0, at, len(master)), master) for at, master in self.wholes]
+
+
 def _offloaded(
-    plans: Sequence[BucketPlan], parameters: Mapping[str, nn.Parameter], masters_on: torch.device | None
-) -> list[Tensor]:
+    plans: Sequence[BucketPlan], parameters: Mapping[str, nn.Parameter], settings: DataParallelSettings
+) -> list[BucketMasters]:
     """Memory for the masters of these buckets, where they are to live apart from the model; else none."""
-    if masters_on is None:
+    if settings.offload.masters_on is None:
         return []
+    if settings.offload.folder is not None:
+        disk = DiskFile(settings.offload.folder)
+        return [BucketMasters.on_disk(plan, disk) for plan in plans]
     shapes = [torch.empty(1, device=parameters[plan.names[0]].device).expand(plan.part_size) for plan in plans]
-    return memory_on(masters_on, shapes)
+    flats = memory_on(settings.offload.masters_on, shapes)
+    return [BucketMasters.whole(plan, flat) for plan, flat in zip(plans, flats, strict=True)]
 
 
 class Zero:
@@ -164,7 +196,7 @@ class Zero:
         self.parameters = FlatParameters(parameters, shardings, plans, frozen, settings, seed=seed)
         self.buckets = GradientBuckets(learning, plans, settings, gives_back=gives_back)
         self.shards: dict[str, Shard] = self.parameters.shards
-        self._offloaded = OffloadedGradients(self.buckets.parts, settings.masters_on)
+        self._offloaded = OffloadedGradients(self.buckets.parts, settings.offload.gradients_on)
         self.gradients: dict[str, Tensor] = {
             name: segment.of(part)
             for plan, part in zip(plans, self._offloaded.tensors, strict=True)
@@ -218,9 +250,9 @@ def memory_on(device: torch.device, like: Sequence[Tensor]) -> list[Tensor]:
 class OffloadedGradients:
     """Flat gradients as the optimizer reads them: themselves, or copies of them where masters live."""
 
-    def __init__(self, gradients: Sequence[Tensor], masters_on: torch.device | None) -> None:
-        self._gradients, self._are_apart, self._factor = gradients, masters_on is not None, 1.0
-        self.tensors = gradients if masters_on is None else memory_on(masters_on, gradients)
+    def __init__(self, gradients: Sequence[Tensor], copies_on: torch.device | None) -> None:
+        self._gradients, self._are_apart, self._factor = gradients, copies_on is not None, 1.0
+        self.tensors = gradients if copies_on is None else memory_on(copies_on, gradients)
 
     def start(self) -> None:
         """Start to copy: the gradients are summed."""

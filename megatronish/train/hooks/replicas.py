@@ -12,6 +12,7 @@ A rank whose hashes fail says so to all in the all-reduce that ends every compar
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from megatronish.engine.engine import Engine
 from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.data_parallel.fully_sharded import held
+from megatronish.parallel.disk import pieces_of
 from megatronish.parallel.mesh import Axis
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.trainer import Hook, StepRecord, Trainer
@@ -161,14 +163,17 @@ def _hash(tensor: Tensor) -> Tensor:
     ZeRO-3 leaves ranks without a row of a small parameter: the hash of nothing is 0. A share may begin at any element,
     and torch reads no words of 8 bytes from there: it is copied.
     """
-    bits = tensor.contiguous().view(-1).view(torch.uint8)
-    if bits.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=bits.device)
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
     sizes = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    width = next(each for each in sizes if bits.numel() % each == 0)
-    if bits.storage_offset() % width:
-        bits = bits.clone()
-    return torch.hash_tensor(bits.view(sizes[width])).view(torch.int64)
+    width = next(each for each in sizes if tensor.nbytes % each == 0)
+    hashes = list[Tensor]()
+    for piece in pieces_of(tensor.contiguous()):
+        bits = piece.view(torch.uint8)
+        if bits.storage_offset() % width:
+            bits = bits.clone()
+        hashes.append(torch.hash_tensor(bits.view(sizes[width])).view(torch.int64))
+    return reduce(torch.bitwise_xor, hashes)
 
 
 def _told(name: str, hashes: Sequence[int], axis: Axis) -> str:
