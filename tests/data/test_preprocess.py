@@ -382,6 +382,8 @@ def endless_tool(folder: Path, *, workers: int = 1) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", *[str(source)] * 1000]
     command += ["--output-prefix", str(folder / "p"), "--tokenizer-type", "bytes", "--workers", str(workers)]
     how: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    # Who starts the tests in the background has SIGINT ignored, and children inherit that.
+    how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     parent = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, **how)
     assert wait_until(lambda: len(list(folder.glob("*.tmp"))) > before)
     return parent
