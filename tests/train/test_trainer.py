@@ -78,7 +78,9 @@ def trainer_of(
         sums = comm.all_reduce(torch.tensor(list(cast_here.values()), dtype=torch.float64), axis).tolist()
         return StepResult({LOSS: 1.0}, 1.0, num_loss_tokens=1, votes=dict(zip(cast_here, sums, strict=True)))
 
-    rates = SimpleNamespace(learning_rate=lambda _: 0.1, weight_decay=lambda _: 0.0, decoupled=None)
+    rates = SimpleNamespace(
+        learning_rate=lambda _: 0.1, weight_decay=lambda _: 0.0, momentum=lambda _: None, decoupled=None
+    )
     engine = SimpleNamespace(step=compute, mesh=SimpleNamespace(world=axis))
     sizes = BatchSizeSchedule.of(None, global_batch_size=4)
     return Trainer(
