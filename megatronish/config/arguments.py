@@ -46,8 +46,8 @@ def _out_of_range(kind: type[Any], arguments: object) -> Iterator[str]:
     """What is wrong with numbers whose flags have a range."""
     for name, field in fields_of(kind).items():
         value = getattr(arguments, name)
-        if value is not None and (broken := [bound for bound in field.ranges if not bound.holds(value)]):
-            yield f"{field.flag} {value} {broken[-1].rule}"
+        if value is not None and (bound := field.broken_range(value)) is not None:
+            yield f"{field.flag} {value} {bound.rule}"
 
 
 def _problems(kind: type[Any], argv: Sequence[str]) -> Iterator[str]:

@@ -36,6 +36,10 @@ class Field(NamedTuple):
         """Bounds on a number, minimum first."""
         return tuple(mark for mark in self.marks if isinstance(mark, Range))
 
+    def broken_range(self, value: float) -> Range | None:
+        """The bound that a number breaks, of two the last; None if it is in its range."""
+        return next((bound for bound in reversed(self.ranges) if not bound.holds(value)), None)
+
     @property
     def choices(self) -> tuple[Any, ...]:
         """Values of a field that has only a few; empty for a field that takes any value of its type."""

@@ -12,11 +12,11 @@ from changes import BYTES, LETTERS, ODD_WORDS, any_change, forbid
 from chat_formats import chatml
 from chat_models import write_adapter, write_chat_model
 from chat_tokenizers import said, write_lines
+from foreign_configs import AXOLOTL
 from forked import Command, Ended
 from jobs import tiny, train_on_ranks, write_tokens
 from paths import ROOT
 from saved_runs import sealed
-from test_importers import AXOLOTL
 from test_place import ALL
 from test_torchrun_and_srun import SLURM
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import inputs
 from forked import Child, Ended, import_all
 from hostile import HOSTILE
-from hostile_files import CANARY, HOSTILE_FILES, PASSWORD
+from hostile_files import HOSTILE_FILES
+from hostile_values import CANARY, PASSWORD
 from inputs import Good, Input
 from results import Result, publish
 

@@ -42,10 +42,8 @@ from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 from megatronish.core.names import OBJECTIVE_NAMES
 
-# Axolotl's keys of preference learning, `rl` and the numbers of its objectives, as settings of this project.
-
-
-# Keys of our fields; of those of one name, the first that is given counts.
+# Keys of preference learning, `rl` and the numbers of its objectives, and our fields: of the keys of one field, the
+# first that is given counts.
 _NUMBERS = {
     "trl.beta": "beta",
     "rl_beta": "beta",

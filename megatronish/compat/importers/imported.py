@@ -50,8 +50,8 @@ class Imported:
             field, key = FIELDS[name], self.key_of.get(name, name)
             if not field.allows(value):
                 raise UserError(f"{key}={shown(value)} must be {field.wants}; correct the file")
-            if isinstance(value, int | float) and (broken := [each for each in field.ranges if not each.holds(value)]):
-                raise UserError(f"{key}={shown(value)} {broken[-1].rule}; correct the file")
+            if isinstance(value, int | float) and (bound := field.broken_range(value)) is not None:
+                raise UserError(f"{key}={shown(value)} {bound.rule}; correct the file")
 
     def complaints(self) -> list[str]:
         """What a run will complain about: settings of the file that contradict each other."""
