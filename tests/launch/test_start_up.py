@@ -15,7 +15,8 @@ from paths import ROOT
 
 from megatronish.launch.imports import importing
 
-# A rank that reports which modules it has imported by itself when its first step is done.
+# A rank that reports which modules it has imported by itself when its first step is done, on a line of its own: what
+# another process has printed may lack the end of its line.
 REPORTING = """
 import os, sys
 from megatronish.commands.pretrain import main
@@ -27,7 +28,7 @@ whole_train, whole_step = run.train, Trainer.step
 def step(self, micro_batches):
     record = whole_step(self, micro_batches)
     here = sorted(set(sys.modules) - at_fork)
-    os.write(report, f"rank {self.engine.mesh.world.rank} imports {' '.join(here)}\\n".encode())
+    os.write(report, f"\\nrank {self.engine.mesh.world.rank} imports {' '.join(here)}\\n".encode())
     return record
 
 def train(*args):
