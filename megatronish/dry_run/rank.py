@@ -32,7 +32,7 @@ from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.launch.place import Place
-from megatronish.layers.nf4 import MatrixPiece, NF4Weight
+from megatronish.layers.quantised import MatrixPiece, QuantisedWeight
 from megatronish.model.batch import MicroBatch
 from megatronish.ops.library import NAMESPACE, load_kernels
 from megatronish.ops.nf4 import table_on
@@ -47,11 +47,11 @@ from megatronish.train.hooks.replicas import differences
 
 # NF4 and ALiBi in a dry run: small tables of its own, and the largest piece of a matrix in the place of all.
 #
-# A matrix in NF4 is dequantised piece by piece, thousands of operators a layer; pieces follow each other and none
+# A quantised matrix is dequantised piece by piece, thousands of operators a layer; pieces follow each other and none
 # outlives the next, so one piece takes the memory of all. Nothing of it is a product that has FLOPs.
 
 
-all_pieces = NF4Weight.pieces
+all_pieces = QuantisedWeight.pieces
 
 
 @contextmanager
@@ -66,12 +66,12 @@ def own_tables() -> Iterator[None]:
 
 @contextmanager
 def matrices_by_one_piece() -> Iterator[None]:
-    """Meanwhile of each matrix in NF4 its largest piece is dequantised."""
-    with patch.object(NF4Weight, "pieces", _largest_piece):
+    """Meanwhile of each quantised matrix its largest piece is dequantised."""
+    with patch.object(QuantisedWeight, "pieces", _largest_piece):
         yield
 
 
-def _largest_piece(self: NF4Weight) -> Iterator[MatrixPiece]:
+def _largest_piece(self: QuantisedWeight) -> Iterator[MatrixPiece]:
     yield max(all_pieces(self), key=lambda piece: piece.rows.stop - piece.rows.start)
 
 

@@ -34,7 +34,7 @@ from megatronish.model.adapters import DEFAULT, add_adapters, is_adapter
 from megatronish.model.batch import MicroBatch
 from megatronish.model.compiled import compile_layers, why_not_compiled
 from megatronish.model.gpt import Execution, MakeBlock
-from megatronish.model.quantised import quantise_base
+from megatronish.model.quantised import form_of, quantise_base
 from megatronish.model.recompute import Recompute
 from megatronish.objectives.objective import CausalLM
 from megatronish.objectives.pairs import AnyObjective, PairObjective
@@ -237,8 +237,8 @@ def with_adapters(stage: ModelStage, config: AdapterConfig, *, device: torch.dev
     """
     with device:
         add_adapters(stage.model, config, name=name)
-        if config.quantize_base is not None:
-            quantise_base(stage.model, double=config.double_quantization)
+        if (form := form_of(config)) is not None:
+            quantise_base(stage.model, form)
     return replace(stage, shardings=collect_shardings(stage.model), is_adapted=True)
 
 

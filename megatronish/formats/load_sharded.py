@@ -28,7 +28,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.weights import Description, LazyTensor, Model, Translated, to_ours
-from megatronish.layers.nf4 import NF4Weight
+from megatronish.layers.quantised import QuantisedWeight
 from megatronish.parallel.disk import release
 from megatronish.parallel.sharding import Piece
 
@@ -119,15 +119,15 @@ def list_names(names: tuple[str, ...]) -> str:
 
 
 def quantised(
-    tensors: Mapping[str, LazyTensor], weights: Iterable[tuple[str, str, NF4Weight]], *, device: torch.device
+    tensors: Mapping[str, LazyTensor], weights: Iterable[tuple[str, str, QuantisedWeight]], *, device: torch.device
 ) -> dict[str, LazyTensor]:
-    """The tensors, of which these `weights`, (name, name of the scales, form), are in NF4; quantised on the device."""
+    """The tensors, of which these `weights`, (name, name of the scales, form), are quantised on the device."""
     converted = dict(tensors)
     for name, scales, held in weights:
         if name in tensors:
             packed = _Packed(tensors[name], held, device)
             converted[name] = packed.weight()
-            if held.form.double:
+            if held.scales is not None:
                 converted[scales] = packed.scales()
     return converted
 
@@ -135,7 +135,7 @@ def quantised(
 class _Packed:
     """Quantisation of one weight; `_kept` are scales that are not asked for yet, by expert (0 where there is one)."""
 
-    def __init__(self, source: LazyTensor, held: NF4Weight, device: torch.device) -> None:
+    def __init__(self, source: LazyTensor, held: QuantisedWeight, device: torch.device) -> None:
         self.source, self.held, self.device = source, held, device
         self.is_stack = held.num_experts is not None
         self._kept: dict[int, Tensor] = {}

@@ -12,6 +12,7 @@ from foreign_configs import AXOLOTL
 from megatronish.commands.import_config import import_config
 from megatronish.compat.importers.axolotl import from_axolotl
 from megatronish.config.read import read_config
+from megatronish.core.errors import UserError
 from megatronish.formats.start import read_start
 from megatronish.report.first_lines import dry_run
 
@@ -64,6 +65,10 @@ def test_lora_of_axolotl_becomes_adapters_of_a_local_model(tmp_path: Path) -> No
     once = from_axolotl({**values, "load_in_4bit": True, "bnb_config_kwargs": options}, folder=tmp_path)
     assert once.settings["quantize_base"] == "nf4" and once.settings["double_quantization"] is False
     assert "fp4: the base is quantised to NF4" in once.left_out["bnb_config_kwargs.bnb_4bit_quant_type"]
+    eight = from_axolotl({**values, "load_in_8bit": True}, folder=tmp_path)
+    assert eight.settings["quantize_base"] == "int8" and "load_in_8bit" not in eight.left_out
+    with pytest.raises(UserError, match="both true, and a base has one form"):
+        from_axolotl({**values, "load_in_8bit": True, "load_in_4bit": True}, folder=tmp_path)
 
 
 def test_preferences_of_axolotl_become_an_objective() -> None:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatronish.dry_run.rank import matrices_by_one_piece
 from megatronish.dry_run.recorder import StepCounts, StepRecorder, formula_of, is_product, refuse_mixed_devices
-from megatronish.layers.nf4 import CODES, NF4Form, NF4Weight
+from megatronish.layers.nf4 import CODES, NF4Form, QuantisedWeight
 from megatronish.ops.nf4 import BLOCK
 from megatronish.parallel.mesh import Axis
 from megatronish.parallel.sharding import Sharding
@@ -121,7 +121,7 @@ def test_a_matrix_in_nf4_takes_few_operators_and_the_memory_of_all(double: bool)
     for name in ("all", "one"):
         recorder = StepRecorder("cpu", number=1, references={})
         with FakeTensorMode(allow_non_fake_inputs=True), recorder.watching():
-            weight = NF4Weight(form, Sharding((rows, 4096)), rows=axis, columns=axis, num_local=None)
+            weight = QuantisedWeight(form, Sharding((rows, 4096)), rows=axis, columns=axis, num_local=None)
             stored = torch.empty(rows, form.blocks * form.block_bytes, dtype=torch.uint8)
             with matrices_by_one_piece() if name == "one" else torch.no_grad():
                 assert weight.matrix(stored, torch.bfloat16).shape == (rows, 4096)

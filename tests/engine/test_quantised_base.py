@@ -1,4 +1,4 @@
-"""A base in NF4: its codes are those of the whole tensor in every layout; memory, loading, checkpoints and refusals."""
+"""A quantised base: its codes are those of the whole tensor in every layout; memory, loading, checkpoints, refusals."""
 
 import weakref
 from dataclasses import replace
@@ -28,7 +28,7 @@ from megatronish.estimate.costs.parameters import quantised as quantised_cost
 from megatronish.formats.load_sharded import load_weights, quantised
 from megatronish.formats.weights import LazyTensor
 from megatronish.launch.place import Place
-from megatronish.layers.nf4 import NF4Weight
+from megatronish.layers.quantised import QuantisedWeight
 from megatronish.model.quantised import quantised_weights
 from megatronish.ops.nf4 import dequantise, dequantise_scales, quantise, quantise_scales
 from megatronish.parallel.mesh import Axis
@@ -41,6 +41,7 @@ SIZES = "--hidden-size 128 --num-attention-heads 8 --ffn-hidden-size 256"
 GATED = "--swiglu --disable-bias-linear --normalization RMSNorm --num-query-groups 2 --group-query-attention"
 EXPERTS = f"{GATED} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
 QLORA = AdapterConfig(adapter_type="lora", lora_rank=2, quantize_base="nf4")
+INT8 = replace(QLORA, quantize_base="int8")
 ALONE = Axis("alone")
 
 
@@ -49,14 +50,14 @@ def config_of(flags: str, adapter: AdapterConfig = QLORA) -> Config:
     return replace(config, adapter=adapter)
 
 
-def whole_weight(held: NF4Weight, name: str) -> torch.Tensor:
+def whole_weight(held: QuantisedWeight, name: str) -> torch.Tensor:
     """The weight itself, all of it, as `draw_base` draws it."""
     values = torch.empty(held.dense.shape)
     fill_initial(values, held.dense, (0,) * values.dim(), names=(1234, "init", name))
     return values
 
 
-def packed(held: NF4Weight, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def packed(held: QuantisedWeight, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stored form and scales of the whole weight; of experts, stacks of them."""
     if held.num_experts is None:
         return held.form.pack(whole)
@@ -65,9 +66,9 @@ def packed(held: NF4Weight, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return stored.view(held.stored_shape(held.dense.shape)), torch.stack([scales for _, scales in pairs])
 
 
-def reads_as_whole(held: NF4Weight, local: torch.Tensor, whole: torch.Tensor, axes: dict[str, Axis]) -> bool:
+def reads_as_whole(held: QuantisedWeight, local: torch.Tensor, whole: torch.Tensor, axes: dict[str, Axis]) -> bool:
     """Whether the local weight, dequantised, is this rank's part of the whole one after quantisation."""
-    alone = NF4Weight(held.form, held.dense, rows=ALONE, columns=ALONE, num_local=held.num_experts)
+    alone = QuantisedWeight(held.form, held.dense, rows=ALONE, columns=ALONE, num_local=held.num_experts)
     stored, scales = packed(held, whole)
     if alone.scales is not None:
         alone.scales.data = scales
@@ -124,6 +125,7 @@ def compare(place: Place, flags: str, adapter: AdapterConfig) -> int:
 def test_codes_and_scales_are_those_of_the_whole_tensor_in_every_layout(flags: str) -> None:
     for number in run_ranks(world_size_of(flags), compare, flags, QLORA):
         assert number == 2 * 4
+    run_ranks(world_size_of(flags), compare, flags, INT8)
     if not flags.startswith(EXPERTS) and "--zero-stage 1" not in flags:
         run_ranks(world_size_of(flags), compare, flags, replace(QLORA, double_quantization=False))
 
@@ -142,7 +144,7 @@ def bytes_of(place: Place, flags: str, adapter: AdapterConfig) -> tuple[float, f
     ]
     sizes = {"attention.qkv": 3 * 512 * 512, "attention.out": 512 * 512, "mlp.fc1": 1024 * 512, "mlp.fc2": 1024 * 512}
     parameters = dict(engine.stage.model.named_parameters())
-    assert len(names) == len(sizes) * (2 if adapter.quantize_base and adapter.double_quantization else 1)
+    assert len(names) == len(sizes) * (1 if adapter.quantize_base is None or not adapter.double_quantization else 2)
     of_linears = sum(parameters[name].numel() * parameters[name].element_size() for name in names)
     del parameters
     return of_linears / sum(sizes.values()), bytes_held()
@@ -153,10 +155,13 @@ def bytes_of(place: Place, flags: str, adapter: AdapterConfig) -> tuple[float, f
     [
         (QLORA, 0.516),
         (replace(QLORA, double_quantization=False), 0.5625),
+        (INT8, 1.0068),  # 4 bytes for each row of 512 or 1,024
         further((replace(QLORA, quantize_base=None), 2.0)),
     ],
 )
-def test_a_frozen_weight_takes_half_a_byte_and_the_forecast_knows_it(adapter: AdapterConfig, expected: float) -> None:
+def test_a_frozen_weight_takes_the_bytes_of_its_form_and_the_forecast_knows_it(
+    adapter: AdapterConfig, expected: float
+) -> None:
     ((each, total),) = run_ranks(1, bytes_of, BYTES, adapter)
     assert each == pytest.approx(expected, abs=3e-4)
     ((_, without),) = run_ranks(1, bytes_of, BYTES, replace(QLORA, quantize_base=None))
@@ -183,7 +188,7 @@ def held_while_read(place: Place) -> tuple[int, int]:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
 
-    def lazy(held: NF4Weight) -> LazyTensor:
+    def lazy(held: QuantisedWeight) -> LazyTensor:
         def read() -> torch.Tensor:
             nonlocal most
             values = torch.ones(held.dense.shape)
@@ -288,6 +293,10 @@ def test_its_adapter_is_exported_and_merged_into_the_unquantised_base(
         (
             "--adapter-type lora --load BASE --no-double-quantization",
             ("double_quantization=false", "--quantize-base nf4"),
+        ),
+        (
+            "--adapter-type lora --load BASE --quantize-base int8 --no-double-quantization",
+            ("double_quantization=false belongs to a base in NF4", "--no-double-quantization out"),
         ),
         (
             "--adapter-type lora --load BASE --quantize-base nf4 --tp 4",

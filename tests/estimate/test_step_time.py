@@ -82,7 +82,7 @@ def test_what_no_measured_step_confirms_is_said() -> None:
 
     assert said("") == ""
     for flags, part in (
-        ("--adapter-type lora --load x --quantize-base nf4", "decoding 4-bit weights is counted by its bytes alone"),
+        ("--adapter-type lora --load x --quantize-base nf4", "decoding a quantised base is counted by its bytes alone"),
         (f"--objective dpo {CHAT}", "the loss over pairs is not counted"),
         ("--optimizer muon", "Newton-Schulz iterations of three products in fp32"),
         ("--optimizer-cpu-offload", "the update by the CPU are not modelled"),

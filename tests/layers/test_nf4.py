@@ -1,5 +1,6 @@
 """Products with weights in NF4: their numbers, and that nothing dequantised is kept between forward and backward."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.layers.linear import ALONE, ColumnParallelLinear, linear
-from megatronish.layers.nf4 import NF4Experts, NF4Form, NF4Product
+from megatronish.layers.nf4 import NF4Form
+from megatronish.layers.quantised import QuantisedExperts, QuantisedProduct
 from megatronish.model.quantised import quantise_base
 from megatronish.ops.grouped_mm import Groups
 from megatronish.ops.nf4 import BLOCK, NF4, dequantise, dequantise_scales, quantise, quantise_scales
@@ -23,9 +25,9 @@ def layer_of(form: NF4Form = FORM) -> tuple[ColumnParallelLinear, Tensor]:
     torch.manual_seed(0)
     layer = ColumnParallelLinear(WIDTH, 160, tp=ALONE, bias=True, init_std=0.02, sections=SECTIONS)
     whole = torch.randn(160, WIDTH)
-    quantise_base(layer, double=form.double)
+    quantise_base(layer, partial(NF4Form, double=form.double))
     product = layer.product
-    assert isinstance(product, NF4Product) and layer.bias is not None
+    assert isinstance(product, QuantisedProduct) and layer.bias is not None
     layer.weight.data, scales = form.pack(whole)
     if product.scales is not None:
         product.scales.data = scales
@@ -95,7 +97,7 @@ def test_nothing_dequantised_is_kept_and_the_backward_reads_the_codes_again() ->
     assert kept == [(torch.uint8, 160 * WIDTH // BLOCK * 33)]
     # Other codes in the same memory, as ZeRO-3 gathers them: what was dequantised before must not be used again.
     product = layer.product
-    assert isinstance(product, NF4Product)
+    assert isinstance(product, QuantisedProduct)
     other, _ = FORM.pack(torch.randn(160, WIDTH))
     layer.weight.data.copy_(other)
     (dx,) = torch.autograd.grad(y.sum(), x)
@@ -110,7 +112,7 @@ def test_a_part_of_a_weight_reads_the_scales_of_its_place_in_the_whole() -> None
     dense = Sharding((1024, 192))
 
     def read(rows: Axis, columns: Axis, part: Tensor) -> Tensor:
-        held = NF4Product(form, dense, rows=rows, columns=columns, num_local=None)
+        held = QuantisedProduct(form, dense, rows=rows, columns=columns, num_local=None)
         assert held.scales is not None
         held.scales.data = scales
         return held.matrix(part, torch.float32)
@@ -129,7 +131,7 @@ def test_a_part_of_a_weight_reads_the_scales_of_its_place_in_the_whole() -> None
 def test_experts_are_quantised_one_by_one_and_those_without_rows_are_not_read() -> None:
     form = NF4Form((64, 64), WIDTH)
     whole = torch.randn(3, 2, 64, WIDTH)
-    held = NF4Experts(form, Sharding(tuple(whole.shape)), rows=ALONE.axis, columns=ALONE.axis, num_local=3)
+    held = QuantisedExperts(form, Sharding(tuple(whole.shape)), rows=ALONE.axis, columns=ALONE.axis, num_local=3)
     pairs = [form.pack(expert.flatten(0, 1)) for expert in whole]
     stored = torch.stack([stored.unflatten(0, (2, 64)) for stored, _ in pairs])
     assert held.scales is not None

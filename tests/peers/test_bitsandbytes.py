@@ -1,4 +1,4 @@
-"""NF4 against bitsandbytes: codes, absmax and dequantised values have its bits, and so has its own nested state."""
+"""NF4 and int8 against bitsandbytes: codes, absmax and values have its bits, and so has its own nested state."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatronish.layers.int8 import Int8Form
+from megatronish.layers.linear import ALONE
 from megatronish.layers.nf4 import NF4Form
 from megatronish.ops.nf4 import BLOCKS_PER_SCALE, DYNAMIC, NF4, dequantise, dequantise_scales, quantise, quantise_scales
 
@@ -85,3 +87,16 @@ def test_a_stored_weight_has_the_bytes_of_its_sections() -> None:
         blocks = mine.unflatten(1, (16, 36))
         assert torch.equal(blocks[..., :32].flatten(), packed.flatten())
         assert torch.equal(blocks[..., 32:].contiguous().view(torch.float32).flatten(), state.absmax)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_in_8_bits_has_its_codes_its_scales_and_its_values(dtype: torch.dtype) -> None:
+    weight = weight_of(dtype)
+    codes, scales, _ = peer.int8_vectorwise_quant(weight)
+    form = Int8Form((512,), 1024)
+    stored, own = form.pack(weight)
+    assert torch.equal(own.view(torch.float32), scales)
+    assert torch.equal(stored.view(torch.int8), codes)
+    values = torch.empty(512, 1024)
+    form.unpack(stored, own.view(torch.float32), values, first_row=0, columns=ALONE.axis)
+    assert torch.equal(values, peer.int8_vectorwise_dequant(codes, scales))

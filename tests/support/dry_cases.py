@@ -222,6 +222,7 @@ SINGLE = [
     SingleCase("a window with dropout", "dropped", "--window-size 128"),
     SingleCase("qk-norm across heads", "llama", "--qk-layernorm --qk-layernorm-across-heads"),
     SingleCase("4 bits", "llama", "--load never-read --adapter-type lora --quantize-base nf4"),
+    SingleCase("8 bits", "llama", "--load never-read --adapter-type lora --quantize-base int8"),
     SingleCase(
         *("4 bits, replayed", "llama", "--load never-read --adapter-type lora --quantize-base nf4 --cuda-graph"),
         *("", 1, 0),

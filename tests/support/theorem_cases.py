@@ -74,6 +74,7 @@ ADAPTERS = {
     "lora": AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=6.0),
     "ia3": AdapterConfig(adapter_type="ia3", adapter_targets=("q", "k", "v", "o", "down")),
     "qlora": AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=6.0, quantize_base="nf4"),
+    "int8": AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=6.0, quantize_base="int8"),
 }
 
 

@@ -51,7 +51,7 @@ def choices_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
     of_layout = choices(layout) | {
         "zero": (3,),
         "copies": (1, 2) if ranks == 8 else (1,),
-        "trained": ("model", *ADAPTERS),
+        "trained": ("model", *(kind for kind in ADAPTERS if kind != "int8")),  # bytes and scales, as those of NF4
         "bf16": (False, True),
         "larger": (False, True),
     }

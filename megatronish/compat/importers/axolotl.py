@@ -116,7 +116,7 @@ _OWN = (
     *("fsdp_config", "fsdp_version", "eval_steps", "save_steps", "adapter", "lora_target_linear"),
     *RL_KEYS,
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "peft_use_rslora", "loraplus_lr_ratio"),
-    *("load_in_4bit", "bnb_config_kwargs", "num_epochs", "float32"),
+    *("load_in_4bit", "load_in_8bit", "bnb_config_kwargs", "num_epochs", "float32"),
 )
 _NONE = object()
 _OF_LORA = {
@@ -203,8 +203,9 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
     # 1. Whether there are adapters: Axolotl quantises a model without adapters, too, and here only their base can be.
     kind = text(values, "adapter")
     if not kind:
-        if values.get("load_in_4bit"):
-            found.warn("load_in_4bit", QUANTISED_ALONE)
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if is_on(values.get(key)):
+                found.warn(key, QUANTISED_ALONE)
         return
     if kind not in ("lora", "qlora"):
         found.warn(
@@ -234,8 +235,15 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
             raise UserError(f"lora_target_modules={shown(targets)} must be a list of names; correct the file")
         if not is_on(every):
             found.set("adapter_targets", tuple(targets))
-    if kind == "qlora" or is_on(values.get("load_in_4bit")):
+    four, eight = (is_on(values.get(key)) for key in ("load_in_4bit", "load_in_8bit"))
+    if four and eight:
+        raise UserError("load_in_4bit and load_in_8bit are both true, and a base has one form; correct the file")
+    if kind == "qlora" or four:
         _quantised(found, section(values, "bnb_config_kwargs"))
+        if eight:
+            found.leave_out("load_in_8bit", "adapter=qlora is a base in 4 bits")
+    elif eight:
+        found.set("quantize_base", "int8")
 
 
 def _quantised(found: Imported, options: Mapping[str, Any]) -> None:

@@ -233,8 +233,8 @@ CHECKPOINTS = dropped("every checkpoint loads in every layout")
 FUSED = dropped("which kernels are used is decided at run time")
 EPOCHS = dropped("intervals are in steps; use --eval-interval and --save-interval")
 LORA = missed("it is not there for adapters")
-QUANTISED = missed("there is NF4 for the base of adapters, --quantize-base nf4, and no other quantisation")
-QUANTISED_ALONE = "only the base of adapters is quantised; add --adapter-type lora --quantize-base nf4"
+QUANTISED = missed("the base of adapters may be in NF4 or in 8 bits (--quantize-base), and in no other form")
+QUANTISED_ALONE = "only the base of adapters is quantised; add --adapter-type lora --quantize-base nf4 or int8"
 CHATS = dropped("name chats with --dataset-type chat --data-path FILE, and their template with --chat-template")
 ROLES = missed("answers of the assistant are trained on, each with the token that ends it; --train-on has other parts")
 USUAL = {"roles_to_train": ["assistant"], "train_on_eos": "turn"}
@@ -282,7 +282,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"), EPOCHS),
     **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "dataset_prepared_path"), DATA),
     **dict.fromkeys(("peft_layers_to_transform", "relora_steps"), LORA),
-    **dict.fromkeys(("load_in_8bit", "gptq", "quantization"), QUANTISED),
+    **dict.fromkeys(("gptq", "quantization"), QUANTISED),
     **dict.fromkeys(("chat_template", "chat_template_jinja", "train_on_inputs"), CHATS),
     **dict.fromkeys(("roles_to_train", "train_on_eos"), ROLES),
     **dict.fromkeys(("trl", "reward_model", "process_reward_model", "dpo_use_weighting"), PREFERENCES),

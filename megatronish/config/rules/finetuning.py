@@ -21,9 +21,9 @@ def _idle(config: Config) -> str | None:
             f"quantize_base={config.adapter.quantize_base} is for the base of adapters, and this run "
             "trains all weights; add --adapter-type lora, or leave --quantize-base out"
         )
-    if config.adapter.quantize_base is None and not config.adapter.double_quantization:
+    if config.adapter.quantize_base != "nf4" and not config.adapter.double_quantization:
         return (
-            "double_quantization=false belongs to a quantised base; add --quantize-base nf4, or leave "
+            "double_quantization=false belongs to a base in NF4; add --quantize-base nf4, or leave "
             "--no-double-quantization out"
         )
     for name in _OF_LORA:

@@ -24,10 +24,10 @@ class AdapterConfig:
     """Dropout on the input of the updates."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(r) instead (rsLoRA)."""
-    quantize_base: Literal["nf4"] | None = None
-    """Hold the frozen linear layers in 4 bits (QLoRA), the others in the precision of the run."""
+    quantize_base: Literal["nf4", "int8"] | None = None
+    """Hold the frozen linear layers in 4 bits (nf4: QLoRA) or 8 (int8: LLM.int8), others in the run's precision."""
     double_quantization: bool = True
-    """Quantise the scales of a quantised base too, to 0.516 bytes a parameter instead of 0.5625."""
+    """Quantise the scales of nf4 too, to 0.516 bytes a parameter instead of 0.5625."""
 
     @property
     def is_used(self) -> bool:

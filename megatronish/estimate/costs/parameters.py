@@ -1,6 +1,6 @@
 """Numbers of parameters: of a model, of a pipeline stage by how tensor parallelism cuts them, and of adapters.
 
-And bytes of a base quantised to NF4 (layers/nf4.py), with the layouts in which its blocks are whole.
+And bytes of a quantised base (layers/nf4.py, layers/int8.py), with the layouts in which its blocks are whole.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,9 @@ def adapter_parameters(model: ModelConfig, layers: Sequence[int], config: Adapte
     )
 
 
-BLOCK, BLOCKS_PER_SCALE, CODES = 64, 256, 32
+BLOCKS = {"nf4": 64, "int8": 1}
+"""Elements of a row that are stored together, in each form of --quantize-base."""
+BLOCKS_PER_SCALE, CODES = 256, 32  # of NF4
 
 
 class Quantised(NamedTuple):
@@ -102,7 +104,7 @@ class Quantised(NamedTuple):
 
 
 def quantised(model: ModelConfig, layers: Sequence[int], config: AdapterConfig) -> Quantised:
-    """Weights that --quantize-base holds in NF4; nothing without it."""
+    """Weights that --quantize-base holds in few bits; nothing without it."""
     if config.quantize_base is None:
         return Quantised(Count(), Count())
     specs = layer_specs(model)
@@ -110,23 +112,24 @@ def quantised(model: ModelConfig, layers: Sequence[int], config: AdapterConfig) 
     parameters = sum_counts(
         _cut(section, section.copies * section.in_features * section.out_features) for section in sections
     )
-    return Quantised(
-        parameters, sum_counts(_stored(section, double=config.double_quantization) for section in sections)
-    )
+    return Quantised(parameters, sum_counts(_stored(section, config) for section in sections))
 
 
 def _cut(section: LinearSection, size: int) -> Count:
     return Count(split=size) if section.copies == 1 else Count(experts=size)
 
 
-def _stored(section: LinearSection, *, double: bool) -> Count:
-    """Codes and absmax of every block; with double quantisation the scales and the mean, which tp leaves whole."""
-    blocks = section.in_features // BLOCK * section.out_features
-    held = _cut(section, section.copies * blocks * (CODES + (1 if double else 4)))
-    if not double:
-        return held
-    scales = 4 * (-(-blocks // BLOCKS_PER_SCALE) + 1)
-    return held + (Count(whole=scales) if section.copies == 1 else Count(experts=section.copies * scales))
+def _stored(section: LinearSection, config: AdapterConfig) -> Count:
+    """Bytes that the layers' axes cut as they cut the weight, and the scales, which tp leaves whole."""
+    blocks = section.in_features // BLOCKS["nf4"] * section.out_features
+    if config.quantize_base == "int8":
+        size, scales = section.in_features * section.out_features, section.out_features
+    elif config.double_quantization:
+        size, scales = blocks * (CODES + 1), -(-blocks // BLOCKS_PER_SCALE) + 1
+    else:
+        size, scales = blocks * (CODES + 4), 0
+    whole = Count(whole=4 * scales) if section.copies == 1 else Count(experts=section.copies * 4 * scales)
+    return _cut(section, section.copies * size) + whole
 
 
 def frozen_bytes(held: Count, in_blocks: Quantised, *, cut: tuple[int, int], element_bytes: int) -> int:
@@ -151,16 +154,17 @@ def refuse_cut_blocks(config: Config) -> None:
     """UserError if a rank would hold a part of a block: results would depend on the layout."""
     if config.adapter.quantize_base is None:
         return
+    block = BLOCKS[config.adapter.quantize_base]
     etp = config.parallel.expert_layout.etp
     for section in linear_sections(config.model):
         is_row, is_expert = section.section in ("o", "down"), section.copies > 1
         ranks = 1 if not is_row else etp if is_expert else config.layout.tp
-        if section.in_features % (BLOCK * ranks):
+        if section.in_features % (block * ranks):
             flag = "--expert-tensor-parallel-size" if is_expert else "--tensor-model-parallel-size"
-            fitting = [n for n in range(1, ranks) if ranks % n == 0 and section.in_features % (BLOCK * n) == 0]
+            fitting = [n for n in range(1, ranks) if ranks % n == 0 and section.in_features % (block * n) == 0]
             remedy = f"use {flag} {fitting[-1]}, or leave" if fitting else "leave"
             given = f" on each of {ranks} ranks" if ranks > 1 else ""
             raise UserError(
-                f"quantize_base={config.adapter.quantize_base} needs whole blocks of {BLOCK} inputs{given}, and "
+                f"quantize_base={config.adapter.quantize_base} needs whole blocks of {block} inputs{given}, and "
                 f"{section.name} has {section.in_features}; {remedy} --quantize-base out"
             )

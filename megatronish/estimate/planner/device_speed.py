@@ -118,7 +118,7 @@ def reservations(config: Config) -> list[str]:
             "measured step has confirmed them, and the host's part, twice that of a plain layer, is a guess"
         )
         if config.adapter.quantize_base is not None:
-            text += "; decoding 4-bit weights is counted by its bytes alone, so steps may be longer"
+            text += "; decoding a quantised base is counted by its bytes alone, so steps may be longer"
         sentences.append(text)
     if OBJECTIVE_NAMES[config.training.objective].learns_from != "text":
         sentences.append(

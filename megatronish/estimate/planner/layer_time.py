@@ -23,7 +23,7 @@ EXPERTS_ON_HOST = 2.5  # launches of a layer with experts over those of a dense 
 ADAPTERS_ON_HOST = 2.0  # the same of a layer with adapters: a guess, as each section has two small products more
 ADDED = 3  # tensors that are read and written to add one to another
 JOINED = 2  # the same to put the sections of an output together
-DECODED_BYTES = 0.5 + 2  # of a weight: read in 4 bits, and written in 16
+DECODED_BYTES = {"nf4": 0.5 + 2, "int8": 1 + 2}  # of a weight: read in few bits, and written in 16
 
 
 class Parts(NamedTuple):
@@ -118,7 +118,7 @@ class AdapterSeconds:
                     times = self._section(linear, columns, mesh, tokens, shares_sequence=shares_sequence)
                     seconds = [mine + more for mine, more in zip(seconds, times, strict=True)]
         if self.work.adapter.quantize_base is not None:
-            decoded = self._decoded(kind.cost.linears, mesh)
+            decoded = DECODED_BYTES[self.work.adapter.quantize_base] * self._decoded(kind.cost.linears, mesh)
             seconds[1], seconds[3] = seconds[1] + decoded, seconds[3] + decoded
         return seconds[0], seconds[1], seconds[2], seconds[3]
 
@@ -152,13 +152,13 @@ class AdapterSeconds:
         return max(2.0 * groups * rows * features * rank / machine.flops, nbytes / machine.hbm)
 
     def _decoded(self, linears: Sequence[LinearShape], mesh: MeshSizes) -> float:
-        """Seconds to decode all weights of a layer once."""
+        """Seconds to move all weights of a layer once, at a byte each."""
         sizes = sum(
             linear.in_features * columns * linear.copies / (mesh.tp if linear.copies == 1 else mesh.ep * mesh.etp)
             for linear in linears
             for _, columns in linear.sections
         )
-        return DECODED_BYTES * sizes / self.machine.hbm
+        return sizes / self.machine.hbm
 
 
 @dataclass(frozen=True)
