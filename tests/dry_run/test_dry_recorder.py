@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatronish.dry_run.rank import matrices_by_one_piece
 from megatronish.dry_run.recorder import StepCounts, StepRecorder, formula_of, is_product, refuse_mixed_devices
-from megatronish.layers.nf4 import CODES, NF4Form, QuantisedWeight
+from megatronish.layers.nf4 import CODES, NF4Form
+from megatronish.layers.quantised import QuantisedWeight
 from megatronish.ops.nf4 import BLOCK
 from megatronish.parallel.mesh import Axis
 from megatronish.parallel.sharding import Sharding
