@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 
 from megatronish.config.config import Config
+from megatronish.estimate.costs.candidate import config_of
 from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.costs.memory_table import format_bytes
+from megatronish.estimate.costs.node_traffic import node_traffic
 from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters
+from megatronish.estimate.costs.traffic import why_no_traffic
 from megatronish.estimate.planner.choose import ShortList
 from megatronish.estimate.planner.device_speed import reservations
 from megatronish.estimate.planner.exact import Planned
 from megatronish.estimate.planner.layer_time import Parts
 from megatronish.estimate.planner.search import FILLED, Search
+from megatronish.parallel.pipeline.stages import Stages
 
 GIB = 2**30
 DAY = 86_400.0
@@ -204,5 +208,29 @@ def explanation(search: Search, planned: Planned) -> str:
             *(f"{name:<44}{format_bytes(owners[name]):>14}" for name in OWNERS),
             f"{'in all':<44}{format_bytes(planned.fullest.memory.total):>14} of {format_bytes(search.limit)}",
             *([f"{'in memory of the CPU':<44}{format_bytes(host):>14}"] if host else []),
+            *_between_nodes(search, planned),
         ]
     )
+
+
+def _between_nodes(search: Search, planned: Planned) -> list[str]:
+    """What the node that sends most sends to others in a step, and the rate that this asks of its network."""
+    config = config_of(search.config, planned.candidate)
+    if why_no_traffic(config) is not None:
+        return []
+    sizes = {"vocab_size": search.work.vocab_size, "gpus_per_node": search.device.gpus_per_node}
+    stages = Stages.of(
+        config.parallel, config.model, vocab_size=search.work.vocab_size, seq_length=search.work.seq_length
+    )
+    m = planned.candidate.num_microbatches(search.work.global_batch)
+    sent = node_traffic(config, stages.loads(m), **sizes)
+    if sent is None:
+        return []
+    rate, most = sent.total / planned.step.high, search.device.gpus_per_node * search.device.network_gb_s * 1e9
+    return [
+        "",
+        f"bytes that node {sent.node}, the busiest, sends to others in a step, by axis:",
+        *(f"{axis:<44}{format_bytes(size):>14}" for axis, size in sent.bytes_by_axis.items() if size >= 1024),
+        f"{'in all':<44}{format_bytes(sent.total):>14}, {rate / 1e9:.3g} GB/s over the step; "
+        f"a node's network has {most / 1e9:.4g} GB/s",
+    ]

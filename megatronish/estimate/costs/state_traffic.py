@@ -103,20 +103,24 @@ class GradientBucket(NamedTuple):
 class StateTraffic(StepTraffic):
     """Traffic of gradients, parameters, norms of the gradient and Muon's matrices.
 
-    `shard_ranks` are this rank's places among those that shard each domain, 0 by default.
+    `shard_ranks` are this rank's places among those that shard each domain, 0 by default. `only` is the domain whose
+    state is counted; by default all are.
     """
 
     shard_ranks: Mapping[str, int] = field(default_factory=dict)
+    only: str | None = None
 
     @cached_property
     def parameters(self) -> list[StageParameter]:
         """All parameters of the stage."""
-        return stage_parameters(self.config, self.load, vocab_size=self.vocab_size)
+        found = stage_parameters(self.config, self.load, vocab_size=self.vocab_size)
+        return [parameter for parameter in found if self.only in (None, parameter.domain)]
 
     @cached_property
     def data_ranks(self) -> dict[str, DataRanks]:
         """Data ranks of each domain that the mesh has."""
-        return data_ranks(self.config)
+        found = data_ranks(self.config)
+        return found if self.only is None else {self.only: found[self.only]}
 
     @property
     def reduced_width(self) -> int:
