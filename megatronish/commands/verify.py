@@ -26,6 +26,11 @@ def main(argv: Sequence[str], *, program: str = "megatronish verify") -> int:
             raise UserError(f"steps={own.steps} must be at least 1")
         if config.training.bf16:
             raise UserError("bf16 rounds differently in every layout; add --no-bf16: layouts are compared in fp32")
+        if config.parallel.zero_quantized_gradients is not None:
+            raise UserError(
+                f"zero_quantized_gradients={config.parallel.zero_quantized_gradients} rounds what each rank sends, "
+                "which depends on the layout; leave it out here: what it rounds has a bound (docs/SHARDING.md)"
+            )
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -43,6 +43,12 @@ def cut_into_buckets(sizes: Sequence[int], bucket_size: int) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
+CODE_BLOCK = 128
+"""Elements that share a scale where they are sent as codes; a multiple of 2, as a byte has two codes of 4 bits."""
+BYTES_OF_BLOCK = {"int8": CODE_BLOCK + 4, "int4": CODE_BLOCK // 2 + 4}
+"""Bytes of the codes of a block and of its scale."""
+
+
 def offsets(sizes: Sequence[int], alignment: int) -> Iterator[int]:
     """Where each parameter begins, at a multiple of `alignment` elements, and at last where all end."""
     offset = 0

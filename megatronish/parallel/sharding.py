@@ -119,7 +119,12 @@ class Sharding:
     @property
     def decays(self) -> bool:
         """Whether weight decay applies: to all except norms and biases."""
-        return self.role not in ("vector", "qk_norm")
+        return not self.is_vector
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether the parameter is a norm's or a bias."""
+        return self.role in ("vector", "qk_norm")
 
     @property
     def is_vocabulary(self) -> bool:

@@ -185,7 +185,7 @@ def _autocast(found: Imported, values: Mapping[str, Any]) -> None:
 def _zero(found: Imported, values: Mapping[str, Any]) -> None:
     # Offloading has sections of its own, which name a device, and of NVMe a folder: here all of it has one folder.
     offload = {"offload_optimizer": "optimizer_cpu_offload", "offload_param": "param_cpu_offload"}
-    apply(found, {k: v for k, v in values.items() if k not in (*offload, HPZ)}, ZERO, within="zero_optimization.")
+    apply(found, {k: v for k, v in values.items() if k not in (*offload, HPZ, QGZ)}, ZERO, within="zero_optimization.")
     for key, name in offload.items():
         device = text(section(values, key), "device", "none")
         if device in ("cpu", "nvme"):
@@ -205,6 +205,14 @@ def _zero(found: Imported, values: Mapping[str, Any]) -> None:
             found.key_of[HPZ] = f"zero_optimization.{HPZ}"
         else:
             found.leave_out(f"zero_optimization.{HPZ}", "it is for stage 3")
+    # DeepSpeed sends codes of 4 bits.
+    if values.get(QGZ) not in (None, False):
+        if not isinstance(values[QGZ], bool):
+            raise UserError(f"zero_optimization.{QGZ}={shown(values[QGZ])} must be true or false; correct the file")
+        if found.settings.get("zero_stage") == 3:
+            found.set(QGZ, "int4")
+        else:
+            found.leave_out(f"zero_optimization.{QGZ}", "it is for stage 3")
     # Stage 0 shares nothing, so there is no share to offload, and the rules of the config would refuse the flags.
     if not found.settings.get("zero_stage"):
         for name in (*offload.values(), "offload_folder"):
@@ -301,7 +309,7 @@ FP16: dict[str, Rule] = {
 
 FP16_DEFAULTS = {"loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0}
 
-HPZ = "zero_hpz_partition_size"  # there and here
+HPZ, QGZ = "zero_hpz_partition_size", "zero_quantized_gradients"  # there and here
 ZERO: dict[str, Rule] = {
     "stage": field("zero_stage"),
     "overlap_comm": field("overlap_grad_reduce"),
@@ -312,7 +320,6 @@ ZERO: dict[str, Rule] = {
     "gather_16bit_weights_on_model_save": dropped("tools/convert_checkpoint.py writes whole weights"),
     "zero_quantized_weights": EXACT,
     "zero_quantized_nontrainable_weights": EXACT,
-    "zero_quantized_gradients": EXACT,
     "mics_shard_size": dropped("use --num-distributed-optimizer-instances, the number of groups"),
     **dict.fromkeys(
         (

@@ -130,6 +130,22 @@ def _copies(config: Config) -> str | None:
     )
 
 
+def _codes(config: Config) -> str | None:
+    """Complaint about gradients that cannot be sent as codes (qgZ)."""
+    parallel = config.parallel
+    setting = f"zero_quantized_gradients={parallel.zero_quantized_gradients}"
+    if parallel.zero_quantized_gradients is None:
+        return None
+    if parallel.zero == 0:
+        return (
+            f"{setting} sends each rank the part that it keeps, and zero_stage=0 keeps all of it everywhere; add "
+            + ("--zero-stage 1, 2 or 3, or leave --zero-quantized-gradients out")
+        )
+    if parallel.grad_reduce_in_bf16:
+        return f"{setting} sends codes, and grad_reduce_in_bf16=true sends bf16; leave one of them out"
+    return None
+
+
 def _neighbours(config: Config) -> str | None:
     """Complaint about neighbours that cannot keep what ZeRO-3 has gathered (hpZ)."""
     parallel, number = config.parallel, config.parallel.zero_hpz_partition_size
@@ -193,6 +209,7 @@ ZERO_RULES = (
     ConfigRule((*_ZERO, *_SCHEDULE), _zero),
     ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances"), _copies),
     ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances", "zero_hpz_partition_size"), _neighbours),
+    ConfigRule((*_ZERO, "zero_quantized_gradients", "grad_reduce_in_bf16"), _codes),
     ConfigRule((*_ZERO, "optimizer_cpu_offload", "param_cpu_offload"), _offload),
     ConfigRule(("offload_folder", "optimizer", "optimizer_cpu_offload", "param_cpu_offload"), _offload_folder),
 )

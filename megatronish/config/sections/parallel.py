@@ -66,6 +66,8 @@ class ParallelConfig:
     """Hybrid sharding: groups of ranks that share among themselves and hold copies of each other."""
     zero_hpz_partition_size: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """hpZ: so many neighbouring ranks keep what ZeRO-3 has gathered, so that a step gathers it over all ranks once."""
+    zero_quantized_gradients: Literal["int8", "int4"] | None = None
+    """qgZ: gradients of matrices are sent as codes with a scale for 128 of them, and summed in fp32 (ZeRO 1 to 3)."""
     overlap_param_gather: bool = True
     """Gather updated parameters while the next forward computes."""
     optimizer_cpu_offload: bool = False

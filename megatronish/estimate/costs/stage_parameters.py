@@ -41,6 +41,11 @@ class StageParameter(NamedTuple):
         """Elements on this rank."""
         return self.rows * self.columns
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is a norm's, a bias or IA3's, as `Sharding.is_vector` has it. LoRA's B is none, of rank 1 too."""
+        return self.name.endswith(".l") or (self.columns == 1 and not self.name.endswith(".B"))
+
 
 def stage_parameters(config: Config, load: StageLoad, *, vocab_size: int) -> list[StageParameter]:
     """All parameters of a stage, in the order of the model."""

@@ -17,7 +17,15 @@ from megatronish.estimate.costs.candidate import MeshSizes, candidate_of
 from megatronish.estimate.costs.layer_kind_memory import LayerKind
 from megatronish.estimate.costs.stage_parameters import Source, StageParameter, stage_parameters
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
-from megatronish.parallel.bucketing import RoundSize, cut_into_buckets, padded_size, round_sizes, rounded_up
+from megatronish.parallel.bucketing import (
+    BYTES_OF_BLOCK,
+    CODE_BLOCK,
+    RoundSize,
+    cut_into_buckets,
+    padded_size,
+    round_sizes,
+    rounded_up,
+)
 
 
 class DataRanks(NamedTuple):
@@ -90,13 +98,19 @@ def matrix_rounds(groups: tuple[MatrixGroup, ...], num_ranks: int) -> tuple[Roun
 
 
 class GradientBucket(NamedTuple):
-    """Bucket: its parameters, its elements with all padding, where gradients come from and are summed besides."""
+    """Bucket: its parameters, its elements with all padding, where gradients come from and are summed besides.
+
+    `in_transfer` are bytes that its reduction holds after the gradients are sent: all of it, or codes that go and come,
+    and this rank's own part.
+    """
 
     names: tuple[str, ...]
     size: int
     domain: str
     sources: frozenset[Source]
     sums_over: tuple[str, ...]
+    coded: bool
+    in_transfer: int
 
 
 @dataclass
@@ -147,7 +161,10 @@ class StateTraffic(StepTraffic):
             shard, copies, _ = self.data_ranks[bucket.domain]
             reductions = times * len(bucket.sources) if zero == 2 else 1
             if shard > 1:
-                self.add("shard", "reduce-scatter", reductions * self.reduced_width * bucket.size)
+                if bucket.coded:
+                    self.add("shard", "all-to-all", reductions * self.coded_bytes(bucket.size))
+                else:
+                    self.add("shard", "reduce-scatter", reductions * self.reduced_width * bucket.size)
                 self.add("shard", "all-gather", self.width * bucket.size)
             if copies > 1:
                 self.add("replicate", "all-reduce", self.reduced_width * bucket.size // shard)
@@ -164,14 +181,29 @@ class StateTraffic(StepTraffic):
         for parameter in reversed(self.parameters):
             if parameter.learns:
                 sums_over = self.sums_over(parameter)
-                alike.setdefault((parameter.domain, sums_over, parameter.cut, parameter.sources), []).append(parameter)
+                coded = self.is_coded(parameter)
+                key = (parameter.domain, sums_over, parameter.cut, parameter.sources, coded)
+                alike.setdefault(key, []).append(parameter)
         for group in alike.values():
             sizes, first = [parameter.size for parameter in group], group[0]
+            coded = self.is_coded(first)
+            alignment = CODE_BLOCK if coded else 16 // self.width  # of which CODE_BLOCK is a multiple
             for part in cut_into_buckets(sizes, self.config.parallel.ddp_bucket_size):
                 ranks = self.data_ranks[first.domain].shard if padded else 1
-                size = padded_size([sizes[number] for number in part], alignment=16 // self.width, ranks=ranks)
+                size = padded_size([sizes[number] for number in part], alignment=alignment, ranks=ranks)
                 names = tuple(group[number].name for number in part)
-                yield GradientBucket(names, size, first.domain, first.sources, self.sums_over(first))
+                shares = self.data_ranks[first.domain].shard
+                held = 2 * self.coded_bytes(size) + 4 * size // shares if coded else 4 * size
+                yield GradientBucket(names, size, first.domain, first.sources, self.sums_over(first), coded, held)
+
+    def is_coded(self, parameter: StageParameter) -> bool:
+        """Whether data ranks send the gradient of a parameter as codes (qgZ)."""
+        by_codes = self.config.parallel.zero_quantized_gradients is not None
+        return by_codes and not parameter.is_vector and self.data_ranks[parameter.domain].shard > 1
+
+    def coded_bytes(self, size: int) -> int:
+        """Bytes of the codes of so many elements, whole blocks, and of their scales."""
+        return size // CODE_BLOCK * BYTES_OF_BLOCK[self.config.parallel.zero_quantized_gradients or "int8"]
 
     def sums_over(self, parameter: StageParameter) -> tuple[str, ...]:
         """Axes over which a gradient is summed besides its data ranks."""
@@ -193,11 +225,14 @@ class StateTraffic(StepTraffic):
                 self.add("shard", "all-gather", gathers * self.width * size)
             if not parameter.learns:
                 continue
-            if shard > 1:
+            part = rounded_up(parameter.rows, shard) // shard
+            if self.is_coded(parameter):
+                padded = shard * rounded_up(part * parameter.columns, CODE_BLOCK)
+                self.add("shard", "all-to-all", times * self.coded_bytes(padded))
+            elif shard > 1:
                 self.add("shard", "reduce-scatter", times * self.reduced_width * size)
             if copies > 1:
                 self.add("replicate", "all-reduce", self.reduced_width * size // shard)
-            part = rounded_up(parameter.rows, shard) // shard
             # Without padding: the last ranks may have fewer rows, or none.
             own = min(max(parameter.rows - part * self.shard_ranks.get(parameter.domain, 0), 0), part)
             for axis in self.sums_over(parameter):

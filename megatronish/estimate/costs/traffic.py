@@ -11,6 +11,7 @@ reduce-scatter, all that a rank sends in an all-to-all, a message. With H = S B 
     shard      ZeRO-1: gradients reduce-scattered and parameters gathered once a step; ZeRO-2: gradients once a
                micro-batch; ZeRO-3: parameters gathered twice a micro-batch, too; with hpZ once a step
     secondary  hpZ: parameters gathered twice a micro-batch, less that once
+               qgZ: an all-to-all of codes in the place of each reduce-scatter of matrices
     ep, etp    rows of tokens to their experts and back, where the load is even
 
 What is computed again exchanges again what its forward did (`LayerTraffic`). Padding of buckets and rows is counted

@@ -94,9 +94,10 @@ class Zero2Buffers:
                 first = layers if self._overlaps or layer == at_first else first
             missing[bucket.names].discard(name)
             while self._overlaps and queue and not missing[queue[0].names]:
-                self._reduce(filling.pop(queue.popleft().names))
+                bucket = queue.popleft()
+                self._reduce(bucket.in_transfer if filling.pop(bucket.names) else 0)
         for bucket in queue:
-            self._reduce(filling.get(bucket.names, 0))
+            self._reduce(bucket.in_transfer if bucket.names in filling else 0)
         return BufferBytes(before, first, layers, end, table)
 
     def _reduce(self, size: int) -> None:

@@ -40,6 +40,8 @@ class Workload:
     """Whether pointwise operations are fused, by kernels or by a compiler."""
     gradient_bytes: int = 4
     """Bytes of a gradient as data-parallel ranks exchange it."""
+    codes: str | None = None
+    """Form in which they exchange it under ZeRO, if it is one of codes (qgZ)."""
     ring: bool = True
     """Whether cp sends keys and values round a ring, and does not trade heads."""
     optimizer_bytes: int = 40
@@ -69,6 +71,7 @@ class Workload:
             attention=attention,
             fused=training.compile,
             gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
+            codes=config.parallel.zero_quantized_gradients,
             ring=config.parallel.cp_comm_type == "p2p",
             adapter=config.adapter,
             optimizer=config.optimizer,

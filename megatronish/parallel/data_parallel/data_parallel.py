@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.parallel.block_codes import CodeType
 from megatronish.parallel.mesh import Domain
 from megatronish.parallel.sharding import Shard
 
@@ -114,7 +115,8 @@ class Offload:
 class DataParallelSettings:
     """What a config says of the data ranks.
 
-    `dtype` is that of the model, `reduce_dtype` that of gradients on their way. `bucket_size` counts elements.
+    `dtype` is that of the model, `reduce_dtype` that of gradients on their way; of matrices they are `codes`, if that
+    is not None (coded_sums.py). `bucket_size` counts elements.
     """
 
     zero_stage: int = 0
@@ -124,6 +126,7 @@ class DataParallelSettings:
     overlap_reduce: bool = True
     overlap_gather: bool = True
     offload: Offload = Offload()
+    codes: CodeType | None = None
 
     @property
     def alignment(self) -> int:
@@ -141,4 +144,5 @@ class DataParallelSettings:
             overlap_reduce=parallel.overlap_grad_reduce,
             overlap_gather=parallel.overlap_param_gather,
             offload=Offload.of(parallel),
+            codes=parallel.zero_quantized_gradients,
         )

@@ -23,6 +23,7 @@ more of the gradients than this rank's part. A bucket's buffer lives from the fi
 until it is reduced, after every backward, and the parts add up over the micro-batches.
 """
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,8 @@ from torch import Tensor, nn
 
 from megatronish.core.errors import RunError
 from megatronish.parallel import comm
-from megatronish.parallel.bucketing import MAX_PENDING, cut_into_buckets, offsets, padded_size
+from megatronish.parallel.bucketing import CODE_BLOCK, MAX_PENDING, cut_into_buckets, offsets, padded_size
+from megatronish.parallel.data_parallel.coded_sums import PendingSum, start_coded_sum
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.mesh import Axis, Domain
 from megatronish.parallel.sharding import Sharding
@@ -63,7 +65,8 @@ class Segment(NamedTuple):
 class BucketPlan:
     """Parameters that lie side by side: of `sizes` elements from `offsets` on, in `size` elements with all padding.
 
-    `sharding` is that of one of them; that of any other has the same `sums_over` and `is_counted`.
+    `sharding` is that of one of them; that of any other has the same `sums_over` and `is_counted`. `coded`: matrices,
+    whose gradients are sent as codes; each begins with a block of its own, and so does the part of each rank.
     """
 
     names: tuple[str, ...]
@@ -73,6 +76,7 @@ class BucketPlan:
     sources: frozenset[Source]
     domain: Domain
     sharding: Sharding
+    coded: bool = False
 
     @property
     def sums_over(self) -> tuple[Axis, ...]:
@@ -119,6 +123,7 @@ def plan_buckets(
     bucket_size: int,
     alignment: int,
     sources: Mapping[str, frozenset[Source]],
+    by_codes: bool = False,
 ) -> list[BucketPlan]:
     """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward.
 
@@ -126,11 +131,15 @@ def plan_buckets(
     buckets of their own. So does each tied parameter, in an order of names: the stages that hold it add up whole
     buckets, and on each of them its gradient comes from other actions. Large buckets serve the exchange of data ranks.
     Without it, those on a CPU are smaller: gradients take memory from the heap while activations are given back piece
-    by piece, and small ones fit into holes.
+    by piece, and small ones fit into holes. With `by_codes` gradients of matrices that data ranks share are sent as
+    codes: no vector is in a bucket with them.
     """
     order = list(domains)
 
-    def kind(name: str) -> tuple[str, int, bool, list[str], bool, list[str], str]:
+    def is_coded(name: str) -> bool:
+        return by_codes and not shardings[name].is_vector and domains[shardings[name].domain].shard.size > 1
+
+    def kind(name: str) -> tuple[str, int, bool, list[str], bool, list[str], str, bool]:
         """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
         sharding, parameter = shardings[name], parameters[name]
         integers = "" if parameter.is_floating_point() else str(parameter.dtype)
@@ -138,7 +147,8 @@ def plan_buckets(
         is_tied = sharding.tied and domain.embedding.size > 1
         partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
         cut_axes, alone = sorted(sharding.cut_axes), name if is_tied else ""
-        return integers, order.index(domain.name), is_tied, partial_over, not sharding.cuts, cut_axes, alone
+        order_of_domain, of_codes = order.index(domain.name), is_coded(name)
+        return integers, order_of_domain, is_tied, partial_over, not sharding.cuts, cut_axes, alone, of_codes
 
     plans = []
     last_first = list(parameters)[::-1]
@@ -150,6 +160,8 @@ def plan_buckets(
             domain, first = domains[shardings[of_sources[0]].domain], parameters[of_sources[0]]
             is_alone = domain.shard.size * domain.replicate.size == 1 and first.device.type == "cpu"
             most = min(bucket_size, MOST_ALONE) if is_alone else bucket_size
+            coded = is_coded(of_sources[0])
+            multiple = math.lcm(alignment, CODE_BLOCK) if coded else alignment
             for part in cut_into_buckets([parameters[name].numel() for name in of_sources], most):
                 names = tuple(of_sources[number] for number in part)
                 sharding = shardings[names[0]]
@@ -158,11 +170,12 @@ def plan_buckets(
                     BucketPlan(
                         names=names,
                         sizes=sizes,
-                        offsets=tuple(offsets(sizes, alignment))[:-1],
-                        size=padded_size(sizes, alignment=alignment, ranks=domain.shard.size),
+                        offsets=tuple(offsets(sizes, multiple))[:-1],
+                        size=padded_size(sizes, alignment=multiple, ranks=domain.shard.size),
                         sources=sources_of,
                         domain=domain,
                         sharding=sharding,
+                        coded=coded,
                     )
                 )
     return plans
@@ -193,7 +206,7 @@ class GradientBuckets:
         *,
         gives_back: bool = False,
     ) -> None:
-        self.overlap, self.reduce_dtype = settings.overlap_reduce, settings.reduce_dtype
+        self.overlap, self.reduce_dtype, self._codes = settings.overlap_reduce, settings.reduce_dtype, settings.codes
         self.keeps_whole = settings.zero_stage < 2
         self.gives_back = self.keeps_whole and gives_back
         self._parameters = parameters
@@ -207,7 +220,7 @@ class GradientBuckets:
         self._turns = sorted(self.buckets, key=lambda bucket: -min(place[name] for name in bucket.plan.names))
         self._queue: deque[Bucket] = deque()  # buckets to be reduced, in this order
         self._num_queued = 0  # at first
-        self._reducing: deque[tuple[Bucket, comm.Pending]] = deque()
+        self._reducing: deque[tuple[Bucket, comm.Pending | PendingSum]] = deque()
         for name, parameter in parameters.items():
             self._attach(name, parameter)
         self._enqueue(self._turns if self.keeps_whole else [])
@@ -344,7 +357,13 @@ class GradientBuckets:
         assert bucket.flat is not None
         # The same tensor where the dtypes agree: then the reduction is in place, without a copy.
         sent = bucket.flat.to(self.reduce_dtype)
-        if self._is_one_all_reduce(bucket):
+        pending: comm.Pending | PendingSum
+        if bucket.plan.coded:
+            assert self._codes is not None
+            own = bucket.plan.part(bucket.flat)
+            own = own if self.keeps_whole else own.clone()  # its buffer is freed before the sum is there
+            pending = start_coded_sum(bucket.flat, domain.shard, self._codes, own=own)
+        elif self._is_one_all_reduce(bucket):
             pending = comm.start_all_reduce(sent, domain.replicate)
         else:
             # [size] -> [size / shard], into the place of this rank's part
@@ -366,13 +385,13 @@ class GradientBuckets:
         """Buckets of this step (ZeRO-2: of this backward) whose reduction has begun."""
         return self._num_queued - len(self._queue)
 
-    def _take_in(self, bucket: Bucket, pending: comm.Pending) -> None:
+    def _take_in(self, bucket: Bucket, pending: comm.Pending | PendingSum) -> None:
         """Take what has arrived into the part."""
         arrived = pending.wait()
         # ZeRO-2 adds up sums of micro-batches. Else the result replaces the part, and in place nothing is left to do.
         if not self.keeps_whole:
             bucket.part.add_(arrived)
-        elif self.reduce_dtype != bucket.part.dtype:
+        elif self.reduce_dtype != bucket.part.dtype and not bucket.plan.coded:
             bucket.part.copy_(arrived)
 
     def finish_reduction(self) -> None:

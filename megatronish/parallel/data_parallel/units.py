@@ -11,9 +11,10 @@ forgotten when the last backward of the step is done with them; between two step
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,8 +23,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from megatronish.core.errors import RunError
+from megatronish.parallel.bucketing import CODE_BLOCK, rounded_up
+from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.mesh import Axis, Domain
+from megatronish.parallel.sharding import HasShardings
 
 # Transfers of torch's `fully_shard` with their bytes counted on the line of the axis, as those of comm.py are.
 
@@ -54,6 +59,68 @@ class CountedReduceScatter(DefaultReduceScatter):
         """[size * s] -> [s], as torch does it."""
         _count(self._axes, "reduce_scatter", input_tensor, group)
         return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
+
+
+class UnitPart(NamedTuple):
+    """Elements of a parameter in the part of a unit that a rank keeps, and whether it is a matrix."""
+
+    size: int
+    is_matrix: bool
+
+
+class CodedReduceScatter(CountedReduceScatter):
+    """Reduce-scatter of a unit's gradients for torch's `fully_shard`: of matrices by codes, of the rest exactly.
+
+    `parts` says what the unit's parameters that learn are, in torch's order.
+    """
+
+    def __init__(self, axis: Axis, dtype: str, parts: Sequence[UnitPart]) -> None:
+        super().__init__(axis)
+        self._axis, self._dtype, self._parts = axis, dtype, parts
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
+    ) -> Any:
+        """[n * s] -> [s]: in each of n rows the parts of the parameters follow each other."""
+        parts, rows = self._parts, input_tensor.view(self._axis.size, -1)
+        if sum(part.size for part in parts) != rows.shape[1]:
+            raise RunError(
+                "not every parameter of a layer has a gradient, so what is a matrix is not known; leave "
+                "--zero-quantized-gradients out"
+            )
+        columns = rows.split([part.size for part in parts], dim=1)
+        into = output_tensor.split([part.size for part in parts])
+        vectors = [number for number, part in enumerate(parts) if not part.is_matrix]
+        if vectors:
+            exact = torch.cat([columns[number] for number in vectors], dim=1)
+            summed = exact.new_empty(exact.shape[1])
+            super().__call__(summed, exact.view(-1), group, *args, **kwargs)
+            for number, part in zip(vectors, summed.split([parts[number].size for number in vectors]), strict=True):
+                into[number].copy_(part)
+        matrices = [number for number, part in enumerate(parts) if part.is_matrix]
+        if matrices:
+            widths = [rounded_up(parts[number].size, CODE_BLOCK) for number in matrices]
+            padded = [
+                F.pad(columns[number], (0, width - parts[number].size))
+                for number, width in zip(matrices, widths, strict=True)
+            ]
+            flat = torch.cat(padded, dim=1)
+            own = flat[self._axis.rank]
+            summed = start_coded_sum(flat.view(-1), self._axis, self._dtype, own=own).wait()
+            for number, part in zip(matrices, summed.split(widths), strict=True):
+                into[number].copy_(part[: parts[number].size])
+
+
+def parts_of(unit: FSDPModule) -> list[UnitPart]:
+    """The parameters of a unit that learn, in the order in which torch reduces their gradients."""
+    found = []
+    for parameter in (each for group in _groups_of(unit) for each in group.fsdp_params):
+        module, name = parameter._module_info.module, parameter._module_info.param_name
+        assert isinstance(module, HasShardings)
+        if parameter.sharded_param.requires_grad:
+            is_vector = module.shardings()[name].is_vector
+            found.append(UnitPart(parameter.padded_sharded_param_size.numel(), not is_vector))
+    return found
 
 
 def _count(axes: Sequence[Axis], operation: str, x: Tensor, group: ProcessGroup) -> None:
@@ -145,7 +212,10 @@ def make_units(
         unit.set_gradient_divide_factor(1)
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_custom_all_gather(CountedAllGather(domain.shard, domain.secondary))
-        unit.set_custom_reduce_scatter(CountedReduceScatter(domain.shard))
+        if settings.codes is not None and domain.shard.size > 1:
+            unit.set_custom_reduce_scatter(CodedReduceScatter(domain.shard, settings.codes, parts_of(unit)))
+        else:
+            unit.set_custom_reduce_scatter(CountedReduceScatter(domain.shard))
         if domain.secondary_mesh is not None:
             keep_over(unit, domain.secondary_mesh, keeping)
     return units

@@ -190,6 +190,7 @@ class Zero:
                 bucket_size=settings.bucket_size,
                 alignment=settings.alignment if some is learning else 16,  # int8 has one byte
                 sources=sources,
+                by_codes=settings.codes is not None and some is learning,
             )
             for some in (learning, resting)
         )

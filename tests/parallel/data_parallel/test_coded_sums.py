@@ -1,0 +1,136 @@
+"""Tests of qgZ: an element of a sum is within its bound, vectors are exact, and all stages of ZeRO train with it."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from engines import NO_DROPOUT, open_job, take_step, world_size_of
+from ranks import run_ranks
+from sweeps import further
+from torch import Tensor
+
+from megatronish.launch.place import Place
+from megatronish.parallel.block_codes import LARGEST_CODE, add_decoded, encoded
+from megatronish.parallel.bucketing import BYTES_OF_BLOCK, CODE_BLOCK
+from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
+from megatronish.parallel.mesh import Axis, Mesh
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_is_read_back_is_off_by_half_a_scale_at_most(dtype: str) -> None:
+    torch.manual_seed(0)
+    blocks = torch.randn(20_000, CODE_BLOCK) * torch.logspace(-12, 3, 20_000).unsqueeze(1)  # in several pieces
+    blocks[5] = 0.0
+    sent, back = encoded(blocks, dtype), torch.zeros_like(blocks)
+    assert sent.shape == (20_000, BYTES_OF_BLOCK[dtype]) and sent.dtype == torch.uint8
+    add_decoded(sent, dtype, back)
+    scale = blocks.abs().amax(1, keepdim=True) / LARGEST_CODE[dtype]
+    assert ((back - blocks).abs() <= 0.5001 * scale).all()
+    assert not back[5].any()
+    largest = torch.where(blocks.abs() == blocks.abs().amax(1, keepdim=True), blocks, 0.0)
+    assert torch.allclose(back[largest != 0], largest[largest != 0], rtol=1e-6)  # of a block, in either sign
+
+
+def terms(axis: Axis, size: int) -> Tensor:
+    """Gradients of this rank, of another size on each."""
+    torch.manual_seed(axis.rank)
+    return torch.randn(size) * 10.0**axis.rank
+
+
+def sum_on(place: Place, dtype: str, size: int) -> tuple[Tensor, Tensor]:
+    """This rank's gradient, and the sum of its part."""
+    from megatronish.config.sections.parallel import ParallelConfig
+
+    mesh = Mesh.of(ParallelConfig(data_parallel_size=place.world_size, zero_stage=1), place)
+    axis = mesh.domains["dense"].shard
+    flat = terms(axis, size)
+    own = flat.chunk(axis.size)[axis.rank].clone()
+    return flat, start_coded_sum(flat, axis, dtype, own=own).wait()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_an_element_of_a_sum_is_within_its_bound(dtype: str) -> None:
+    ranks, size = 3, 3 * 5 * CODE_BLOCK
+    found = run_ranks(ranks, sum_on, dtype, size)
+    exact = torch.stack([flat for flat, _ in found]).double().sum(0)
+    for rank, (part, (_, summed)) in enumerate(zip(exact.chunk(ranks), found, strict=True)):
+        largest = torch.stack(
+            [
+                flat.chunk(ranks)[rank].view(-1, CODE_BLOCK).abs().amax(1)
+                for other, (flat, _) in enumerate(found)
+                if other != rank
+            ]
+        )
+        bound = (largest.sum(0) / (2 * LARGEST_CODE[dtype])).repeat_interleave(CODE_BLOCK)
+        error = (summed - part).abs()
+        assert (error <= 1.001 * bound).all()
+        assert error.max() > 0.2 * bound.max()  # the bound is no wide one
+
+
+class Kept(NamedTuple):
+    """A rectangle of the global gradient of a parameter that a rank keeps."""
+
+    name: str
+    is_vector: bool
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: Tensor
+
+
+def gradients_of(place: Place, flags: str) -> list[Kept]:
+    """What this rank keeps of each gradient after a step."""
+    job = open_job(place, flags)
+    engine = job.build_engine()
+    take_step(job, engine, 0)
+    return [
+        Kept(name, sharding.is_vector, sharding.shape, piece.global_offset, piece.view(gradient).clone())
+        for name, gradient in engine.data_parallel.gradients.items()
+        for sharding in [engine.stage.shardings[name]]
+        for piece in engine.data_parallel.shards[name].pieces
+    ]
+
+
+def whole(ranks: list[list[Kept]]) -> dict[str, tuple[bool, Tensor]]:
+    """{name: (is a vector, its gradient)}."""
+    gradients: dict[str, tuple[bool, Tensor]] = {}
+    for kept in (each for rank in ranks for each in rank):
+        _, into = gradients.setdefault(kept.name, (kept.is_vector, torch.full(kept.shape, float("nan"))))
+        place = tuple(slice(at, at + size) for at, size in zip(kept.offset, kept.values.shape, strict=True))
+        into[place] = kept.values
+    return gradients
+
+
+SMALL = (
+    f"--hidden-size 48 --num-attention-heads 4 --ddp-bucket-size 4000 --global-batch-size 8 {NO_DROPOUT} --clip-grad 0"
+)
+CASES = [
+    "--dp 2 --zero-stage 1",
+    "--dp 4 --zero-stage 2",
+    "--dp 4 --zero-stage 3",
+    further("--dp 2 --zero-stage 1 --pp 2 --pipeline-schedule zb-h1"),
+    "--dp 2 --zero-stage 2 --tp 2 --sequence-parallel --pp 2",
+    "--dp 2 --cp 2 --zero-stage 3 --tp 2 --sequence-parallel",
+    further("--dp 4 --dp-replicate 2 --zero-stage 1 --no-overlap-grad-reduce"),
+    "--dp 4 --dp-replicate 2 --zero-stage 3 --bf16",
+    "--dp 2 --ep 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear --zero-stage 2 --tp 2",
+    "--dp 4 --ep 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear --zero-stage 3",
+    further("--dp 4 --zero-stage 3 --zero-hpz-partition-size 2 --recompute-granularity full --recompute-num-layers 1"),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vectors_are_exact_and_matrices_are_near(case: str) -> None:
+    flags = f"{case} {SMALL}"
+    exact = run_ranks(world_size_of(flags), gradients_of, flags)
+    for dtype, most in (("int8", 0.012), ("int4", 0.2)):
+        found = run_ranks(world_size_of(flags), gradients_of, f"{flags} --zero-quantized-gradients {dtype}")
+        errors = []
+        for name, (is_vector, gradient) in whole(found).items():
+            expected = whole(exact)[name][1]
+            assert not gradient.isnan().any(), name
+            if is_vector:
+                assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max())), name
+            else:
+                errors.append(float((gradient - expected).norm() / expected.norm()))
+                assert errors[-1] <= most, (dtype, name)
+        assert max(errors) > most / 10, "nothing was rounded"
