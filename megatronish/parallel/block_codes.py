@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatronish.parallel.bucketing import BYTES_OF_BLOCK, CODE_BLOCK
+from megatronish.parallel.bucketing import CODE_BLOCK
 
 CodeType = Literal["int8", "int4"]
 LARGEST_CODE: dict[str, int] = {"int8": 127, "int4": 7}
@@ -17,21 +17,19 @@ _SCALE_BYTES = 4
 _AT_ONCE = 1 << 20  # elements: temporary memory stays small against what is sent
 
 
-def encoded(blocks: Tensor, dtype: str) -> Tensor:
+def encode(blocks: Tensor, dtype: str, into: Tensor) -> None:
     """fp32 [n, CODE_BLOCK] -> uint8 [n, bytes of a block]."""
-    sent = torch.empty(len(blocks), BYTES_OF_BLOCK[dtype], dtype=torch.uint8, device=blocks.device)
     rows = _AT_ONCE // CODE_BLOCK
     for first in range(0, len(blocks), rows):
-        part, into = blocks[first : first + rows], sent[first : first + rows]
+        part, sent = blocks[first : first + rows], into[first : first + rows]
         scale = part.abs().amax(1, keepdim=True) / LARGEST_CODE[dtype]
         codes = (part / torch.where(scale > 0, scale, 1.0)).round_()
         if dtype == "int4":
             codes = (codes + 8).to(torch.uint8)
-            torch.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=into[:, :-_SCALE_BYTES])
+            sent[:, :-_SCALE_BYTES] = codes[:, ::2] | (codes[:, 1::2] << 4)
         else:
-            into[:, :-_SCALE_BYTES] = codes.to(torch.int8).view(torch.uint8)
-        into[:, -_SCALE_BYTES:] = scale.view(torch.uint8)
-    return sent
+            sent[:, :-_SCALE_BYTES] = codes.to(torch.int8).view(torch.uint8)
+        sent[:, -_SCALE_BYTES:] = scale.view(torch.uint8)
 
 
 def add_decoded(sent: Tensor, dtype: str, into: Tensor) -> None:

@@ -298,6 +298,17 @@ SINGLE = [
         num_layers=4,
         more_waits={"layers/dispatch.py": 4},
     ),
+    SingleCase("gradients as codes", "llama", "--zero-quantized-gradients int8"),
+    SingleCase(
+        *("gradients of a backward as codes", "experts", "--zero-quantized-gradients int4 --ddp-bucket-size 1000000"),
+        "--zero-stage 2 --ep 2 --etp 1",
+        dp=4,
+    ),
+    SingleCase(
+        *("gradients of layers as codes", "llama", "--zero-quantized-gradients int4"),
+        "--zero-stage 3 --dp-replicate 2",
+        dp=4,
+    ),
     SingleCase(
         *("4 bits under ZeRO-3", "llama", "--load never-read --adapter-type lora --quantize-base nf4"),
         "--zero-stage 3 --seq-length 256",

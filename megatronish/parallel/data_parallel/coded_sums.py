@@ -14,38 +14,57 @@ What is rounded are the terms of each rank, which depend on the layout. So paral
 bound is what holds.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatronish.parallel import comm
-from megatronish.parallel.block_codes import add_decoded, encoded
-from megatronish.parallel.bucketing import CODE_BLOCK
+from megatronish.parallel.block_codes import add_decoded, encode
+from megatronish.parallel.bucketing import BYTES_OF_BLOCK, CODE_BLOCK, rounded_up
 from megatronish.parallel.mesh import Axis
 
 
 class PendingSum:
     """Exchange of codes in progress; `wait` adds them up, in the place of what this rank keeps."""
 
-    def __init__(self, pending: comm.Pending, own: Tensor, axis: Axis, dtype: str) -> None:
+    def __init__(self, pending: comm.Pending, own: Sequence[Tensor], axis: Axis, dtype: str) -> None:
         self._pending, self._own, self._axis, self._dtype = pending, own, axis, dtype
 
-    def wait(self) -> Tensor:
-        """[size / n]: the sum of this rank's part, in fp32."""
-        blocks = self._own.view(-1, CODE_BLOCK)
-        total = torch.zeros_like(blocks)
-        for rank, codes in enumerate(self._pending.wait().chunk(self._axis.size)):
-            if rank == self._axis.rank:
-                total += blocks
-            else:
-                add_decoded(codes, self._dtype, total)
-        return self._own.copy_(total.view(-1))
+    def wait(self) -> Sequence[Tensor]:
+        """[s] each: the sums of this rank's parts, in fp32."""
+        arrived = self._pending.wait().view(self._axis.size, -1, BYTES_OF_BLOCK[self._dtype])
+        first = 0
+        for own in self._own:
+            mine = _blocks(own)
+            total = torch.zeros_like(mine)
+            for rank, codes in enumerate(arrived[:, first : first + len(mine)]):
+                if rank == self._axis.rank:
+                    total += mine
+                else:
+                    add_decoded(codes, self._dtype, total)
+            own.copy_(total.view(-1)[: len(own)])
+            first += len(mine)
+        return self._own
 
 
-def start_coded_sum(flat: Tensor, axis: Axis, dtype: str, *, own: Tensor) -> PendingSum:
-    """Start the sum over the axis of flat, fp32 [n * s], for multiples s of CODE_BLOCK.
+def start_coded_sum(parts: Sequence[Tensor], axis: Axis, dtype: str, *, own: Sequence[Tensor]) -> PendingSum:
+    """Start the sums over the axis of some tensors, fp32 [n, s], of which rank i keeps row i.
 
-    `own` is this rank's part of it, [s], which is overwritten by the sum: a view, or a copy where flat is freed.
+    `own` are this rank's rows, [s] each, which the sums overwrite. Each row has blocks of its own.
     """
-    codes = encoded(flat.view(-1, CODE_BLOCK), dtype)
-    rows = [len(codes) // axis.size] * axis.size
-    return PendingSum(comm.start_all_to_all_rows(codes, axis, sent=rows, received=rows), own, axis, dtype)
+    blocks = [rounded_up(part.shape[1], CODE_BLOCK) // CODE_BLOCK for part in parts]
+    codes = torch.empty(axis.size, sum(blocks), BYTES_OF_BLOCK[dtype], dtype=torch.uint8, device=parts[0].device)
+    for part, columns in zip(parts, codes.split(blocks, dim=1), strict=True):
+        for row, into in zip(part, columns, strict=True):
+            encode(_blocks(row), dtype, into)
+    rows = [sum(blocks)] * axis.size
+    pending = comm.start_all_to_all_rows(codes.flatten(0, 1), axis, sent=rows, received=rows)
+    return PendingSum(pending, own, axis, dtype)
+
+
+def _blocks(rows: Tensor) -> Tensor:
+    """[..., s] -> [n, CODE_BLOCK], with zeros at the end of each row that does not fill its blocks."""
+    lacking = -rows.shape[-1] % CODE_BLOCK
+    return (F.pad(rows, (0, lacking)) if lacking else rows).reshape(-1, CODE_BLOCK)

@@ -362,7 +362,7 @@ class GradientBuckets:
             assert self._codes is not None
             own = bucket.plan.part(bucket.flat)
             own = own if self.keeps_whole else own.clone()  # its buffer is freed before the sum is there
-            pending = start_coded_sum(bucket.flat, domain.shard, self._codes, own=own)
+            pending = start_coded_sum([bucket.flat.view(domain.shard.size, -1)], domain.shard, self._codes, own=[own])
         elif self._is_one_all_reduce(bucket):
             pending = comm.start_all_reduce(sent, domain.replicate)
         else:
@@ -387,11 +387,11 @@ class GradientBuckets:
 
     def _take_in(self, bucket: Bucket, pending: comm.Pending | PendingSum) -> None:
         """Take what has arrived into the part."""
-        arrived = pending.wait()
+        arrived = pending.wait() if isinstance(pending, comm.Pending) else pending.wait()[0]
         # ZeRO-2 adds up sums of micro-batches. Else the result replaces the part, and in place nothing is left to do.
         if not self.keeps_whole:
             bucket.part.add_(arrived)
-        elif self.reduce_dtype != bucket.part.dtype and not bucket.plan.coded:
+        elif arrived.dtype != bucket.part.dtype:
             bucket.part.copy_(arrived)
 
     def finish_reduction(self) -> None:

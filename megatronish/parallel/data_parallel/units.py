@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +23,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from megatronish.core.errors import RunError
-from megatronish.parallel.bucketing import CODE_BLOCK, rounded_up
 from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.mesh import Axis, Domain
@@ -98,17 +96,11 @@ class CodedReduceScatter(CountedReduceScatter):
             for number, part in zip(vectors, summed.split([parts[number].size for number in vectors]), strict=True):
                 into[number].copy_(part)
         matrices = [number for number, part in enumerate(parts) if part.is_matrix]
+        for number in matrices:
+            into[number].copy_(columns[number][self._axis.rank])
         if matrices:
-            widths = [rounded_up(parts[number].size, CODE_BLOCK) for number in matrices]
-            padded = [
-                F.pad(columns[number], (0, width - parts[number].size))
-                for number, width in zip(matrices, widths, strict=True)
-            ]
-            flat = torch.cat(padded, dim=1)
-            own = flat[self._axis.rank]
-            summed = start_coded_sum(flat.view(-1), self._axis, self._dtype, own=own).wait()
-            for number, part in zip(matrices, summed.split(widths), strict=True):
-                into[number].copy_(part[: parts[number].size])
+            terms, own = ([each[number] for number in matrices] for each in (columns, into))
+            start_coded_sum(terms, self._axis, self._dtype, own=own).wait()
 
 
 def parts_of(unit: FSDPModule) -> list[UnitPart]:
