@@ -26,6 +26,7 @@ ROWS = (
     ("parallel.mesh",),
     (
         "parallel.all_or_none",
+        "parallel.block_codes",
         "parallel.bucketing",
         "parallel.comm",
         "parallel.disk",
@@ -273,3 +274,12 @@ def test_planning_needs_no_torch(pattern: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stdout.strip(), f"{modules} import {done.stdout.strip()}"
+
+
+def test_no_command_waits_for_the_library_of_pictures() -> None:
+    """It takes a second to import, and what draws can do without it."""
+    modules = sorted(module_of(path) for path in (PACKAGE / "commands").glob("[a-z]*.py"))
+    code = f"import sys, {', '.join(modules)}\nprint(*(name for name in ('matplotlib',) if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.strip()

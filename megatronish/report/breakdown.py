@@ -18,8 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
-
 from megatronish.core.figures import write_figure
 from megatronish.parallel.ranges import ATTENTION, BUBBLE, DATA, OPTIMIZER, UPDATE, WAIT
 
@@ -319,6 +317,8 @@ MOST_BARS = 20  # the first steps
 
 def plot_breakdown(breakdown: Breakdown, path: Path) -> Path:
     """Draw the chart; returns its path. Communication is red, other rows have colours of their own."""
+    from matplotlib.figure import Figure  # which takes a second to import
+
     steps = breakdown.steps[:MOST_BARS]
     figure = Figure(figsize=(9, 2.2 + 0.35 * len(steps)), layout="constrained")
     axes = figure.subplots()

@@ -40,7 +40,6 @@ def test_a_ds_config_becomes_a_config_that_is_read(tmp_path: Path) -> None:
         "#   made_up: it is not known here",
         "# NOT AS THERE: curriculum_learning: it is not there",
         "#   zero_optimization.stage3_max_live_parameters: it changes speed and memory alone",
-        "#   zero_optimization.zero_quantized_gradients: rounding",
         "#   flops_profiler: throughput in TFLOP/s is always logged",
     ):
         assert line in text
@@ -75,6 +74,19 @@ def test_neighbours_of_hpz_are_ours_under_stage_3() -> None:
     assert read(3, "auto")[0] is None and "give the value here" in (read(3, "auto")[1] or "")
     with pytest.raises(UserError, match=r"zero_hpz_partition_size=\[8\] must be a number"):
         read(3, [8])
+
+
+def test_gradients_of_qgz_are_codes_of_4_bits_under_stage_3() -> None:
+    def read(stage: int, value: Any) -> tuple[Any, str | None]:
+        found = from_deepspeed({"zero_optimization": {"stage": stage, "zero_quantized_gradients": value}})
+        name = "zero_quantized_gradients"
+        return found.settings.get(name), found.left_out.get(f"zero_optimization.{name}")
+
+    assert read(3, True) == ("int4", None)
+    assert read(3, False) == (None, None)
+    assert read(2, True) == (None, "it is for stage 3")
+    with pytest.raises(UserError, match=r"zero_optimization.zero_quantized_gradients=yes must be true or false"):
+        read(3, "yes")
 
 
 def test_the_batch_follows_from_steps_of_accumulation_and_the_data_parallel_size() -> None:

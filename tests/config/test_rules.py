@@ -110,6 +110,14 @@ from megatronish.config.fields import FIELDS
             r"^num_dist.*_instances=2 groups .* share nothing with zero_stage=0; add --zero-stage 1, 2 or 3, or leave",
         ),
         (
+            "--dp 2 --zero-quantized-gradients int8",
+            r"^zero_quantized_gradients=int8 sends each rank .*; add --zero-stage 1, 2 or 3, or leave --zero-quant",
+        ),
+        (
+            "--dp 2 --zero-stage 2 --bf16 --zero-quantized-gradients int4 --grad-reduce-in-bf16",
+            r"^zero_quantized_gradients=int4 sends codes, and grad_reduce_in_bf16=true sends bf16; leave one",
+        ),
+        (
             "--dp 8 --zero-stage 2 --zero-hpz-partition-size 4",
             r"^zero_hpz_partition_size=4 ranks keep .*, and zero_stage=2 shares no parameters; add --zero-stage 3, or",
         ),

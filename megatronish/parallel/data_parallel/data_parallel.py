@@ -115,18 +115,27 @@ class Offload:
 class DataParallelSettings:
     """What a config says of the data ranks.
 
-    `dtype` is that of the model, `reduce_dtype` that of gradients on their way; of matrices they are `codes`, if that
-    is not None (coded_sums.py). `bucket_size` counts elements.
+    `dtype` is that of the model, `reduce_as` the form of gradients on their way: codes (coded_sums.py) are for those of
+    matrices, and the others are in fp32. `bucket_size` counts elements.
     """
 
     zero_stage: int = 0
     dtype: torch.dtype = torch.float32
-    reduce_dtype: torch.dtype = torch.float32
+    reduce_as: Literal["fp32", "bf16"] | CodeType = "fp32"
     bucket_size: int = 8_000_000
     overlap_reduce: bool = True
     overlap_gather: bool = True
     offload: Offload = Offload()
-    codes: CodeType | None = None
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype of gradients on their way, if they are no codes."""
+        return torch.bfloat16 if self.reduce_as == "bf16" else torch.float32
+
+    @property
+    def codes(self) -> CodeType | None:
+        """Type of the codes, if there are any."""
+        return self.reduce_as if self.reduce_as in ("int8", "int4") else None
 
     @property
     def alignment(self) -> int:
@@ -139,10 +148,9 @@ class DataParallelSettings:
         return cls(
             zero_stage=parallel.zero,
             dtype=dtype,
-            reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else torch.float32,
+            reduce_as=parallel.zero_quantized_gradients or ("bf16" if parallel.grad_reduce_in_bf16 else "fp32"),
             bucket_size=parallel.ddp_bucket_size,
             overlap_reduce=parallel.overlap_grad_reduce,
             overlap_gather=parallel.overlap_param_gather,
             offload=Offload.of(parallel),
-            codes=parallel.zero_quantized_gradients,
         )

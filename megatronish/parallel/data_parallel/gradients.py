@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +65,10 @@ class Segment(NamedTuple):
 class BucketPlan:
     """Parameters that lie side by side: of `sizes` elements from `offsets` on, in `size` elements with all padding.
 
-    `sharding` is that of one of them; that of any other has the same `sums_over` and `is_counted`. `coded`: matrices,
-    whose gradients are sent as codes; each begins with a block of its own, and so does the part of each rank.
+    `sharding` is that of one of them; that of any other has the same `sums_over` and `is_counted`.
     """
+
+    coded: ClassVar[bool] = False
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -76,7 +77,6 @@ class BucketPlan:
     sources: frozenset[Source]
     domain: Domain
     sharding: Sharding
-    coded: bool = False
 
     @property
     def sums_over(self) -> tuple[Axis, ...]:
@@ -115,6 +115,36 @@ class BucketPlan:
         return segments
 
 
+class CodedPlan(BucketPlan):
+    """Plan of matrices whose gradients are sent as codes: each begins with a block of its own, as does each part."""
+
+    coded = True
+
+
+class _Kinds(NamedTuple):
+    """What parameters of one bucket have in common. With `by_codes` gradients of matrices may be sent as codes."""
+
+    parameters: Mapping[str, Tensor]
+    shardings: Mapping[str, Sharding]
+    domains: Mapping[str, Domain]
+    by_codes: bool
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a gradient is sent as codes: of a matrix that data ranks share."""
+        sharding = self.shardings[name]
+        return self.by_codes and not sharding.is_vector and self.domains[sharding.domain].shard.size > 1
+
+    def of(self, name: str) -> tuple[str, int, bool, list[str], bool, list[str], str, bool]:
+        """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
+        sharding, parameter = self.shardings[name], self.parameters[name]
+        integers = "" if parameter.is_floating_point() else str(parameter.dtype)
+        domain = self.domains[sharding.domain]
+        place, is_tied = list(self.domains).index(domain.name), sharding.tied and domain.embedding.size > 1
+        partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
+        cut_axes, alone = sorted(sharding.cut_axes), name if is_tied else ""
+        return integers, place, is_tied, partial_over, not sharding.cuts, cut_axes, alone, self.is_coded(name)
+
+
 def plan_buckets(
     parameters: Mapping[str, Tensor],
     shardings: Mapping[str, Sharding],
@@ -134,25 +164,10 @@ def plan_buckets(
     by piece, and small ones fit into holes. With `by_codes` gradients of matrices that data ranks share are sent as
     codes: no vector is in a bucket with them.
     """
-    order = list(domains)
-
-    def is_coded(name: str) -> bool:
-        return by_codes and not shardings[name].is_vector and domains[shardings[name].domain].shard.size > 1
-
-    def kind(name: str) -> tuple[str, int, bool, list[str], bool, list[str], str, bool]:
-        """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
-        sharding, parameter = shardings[name], parameters[name]
-        integers = "" if parameter.is_floating_point() else str(parameter.dtype)
-        domain = domains[sharding.domain]
-        is_tied = sharding.tied and domain.embedding.size > 1
-        partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
-        cut_axes, alone = sorted(sharding.cut_axes), name if is_tied else ""
-        order_of_domain, of_codes = order.index(domain.name), is_coded(name)
-        return integers, order_of_domain, is_tied, partial_over, not sharding.cuts, cut_axes, alone, of_codes
-
+    kinds = _Kinds(parameters, shardings, domains, by_codes)
     plans = []
     last_first = list(parameters)[::-1]
-    for _, of_kind in groupby(sorted(last_first, key=kind), key=kind):
+    for _, of_kind in groupby(sorted(last_first, key=kinds.of), key=kinds.of):
         by_sources: dict[frozenset[Source], list[str]] = {}
         for name in of_kind:
             by_sources.setdefault(sources[name], []).append(name)
@@ -160,14 +175,14 @@ def plan_buckets(
             domain, first = domains[shardings[of_sources[0]].domain], parameters[of_sources[0]]
             is_alone = domain.shard.size * domain.replicate.size == 1 and first.device.type == "cpu"
             most = min(bucket_size, MOST_ALONE) if is_alone else bucket_size
-            coded = is_coded(of_sources[0])
-            multiple = math.lcm(alignment, CODE_BLOCK) if coded else alignment
+            coded = kinds.is_coded(of_sources[0])
+            multiple, make = (math.lcm(alignment, CODE_BLOCK), CodedPlan) if coded else (alignment, BucketPlan)
             for part in cut_into_buckets([parameters[name].numel() for name in of_sources], most):
                 names = tuple(of_sources[number] for number in part)
                 sharding = shardings[names[0]]
                 sizes = tuple(parameters[name].numel() for name in names)
                 plans.append(
-                    BucketPlan(
+                    make(
                         names=names,
                         sizes=sizes,
                         offsets=tuple(offsets(sizes, multiple))[:-1],
@@ -175,7 +190,6 @@ def plan_buckets(
                         sources=sources_of,
                         domain=domain,
                         sharding=sharding,
-                        coded=coded,
                     )
                 )
     return plans

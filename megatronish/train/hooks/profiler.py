@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatronish.config.sections.run import LogConfig
 from megatronish.core.figures import no_matplotlib
-from megatronish.report.breakdown import ENDING, Breakdown
+from megatronish.report.breakdown import ENDING, Breakdown, plot_breakdown
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 NUM_ROWS = 10  # of the table of the slowest operators
@@ -148,9 +148,6 @@ def _break_down(trace: Path, *, rank: int) -> list[str]:
     trace.with_name(beside(".breakdown.txt")).write_text("\n".join([*breakdown.table(), ""]))
     breakdown.write(trace.with_name(beside(".breakdown.json")))
     try:
-        # matplotlib takes a second to import: only where it is used.
-        from megatronish.report.breakdown import plot_breakdown
-
         plot_breakdown(breakdown, trace.with_name(beside(".breakdown.png")))
     except ImportError as error:
         return [*breakdown.table(), f" {no_matplotlib(error)}"]

@@ -1,19 +1,26 @@
 """Tests of qgZ: an element of a sum is within its bound, vectors are exact, and all stages of ZeRO train with it."""
 
-from typing import NamedTuple
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engines import NO_DROPOUT, open_job, take_step, world_size_of
+from jobs import steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from sweeps import further
+from test_sharing_volume import group_of, tensors_in
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatronish.estimate.costs.traffic import expected_traffic
 from megatronish.launch.place import Place
 from megatronish.parallel.block_codes import LARGEST_CODE, add_decoded, encode
 from megatronish.parallel.bucketing import BYTES_OF_BLOCK, CODE_BLOCK
 from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
 from megatronish.parallel.mesh import Axis, Mesh
+from megatronish.parallel.pipeline.stages import Stages
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -100,9 +107,8 @@ def whole(ranks: list[list[Kept]]) -> dict[str, tuple[bool, Tensor]]:
     return gradients
 
 
-SMALL = (
-    f"--hidden-size 48 --num-attention-heads 4 --ddp-bucket-size 4000 --global-batch-size 8 {NO_DROPOUT} --clip-grad 0"
-)
+SIZES = "--hidden-size 48 --num-attention-heads 4 --ddp-bucket-size 4000 --global-batch-size 8"
+SMALL = f"{SIZES} {NO_DROPOUT} --clip-grad 0"
 CASES = [
     "--dp 2 --zero-stage 1",
     "--dp 4 --zero-stage 2",
@@ -134,3 +140,49 @@ def test_vectors_are_exact_and_matrices_are_near(case: str) -> None:
                 errors.append(float((gradient - expected).norm() / expected.norm()))
                 assert errors[-1] <= most, (dtype, name)
         assert max(errors) > most / 10, "nothing was rounded"
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts bytes of the largest tensor of each collective over a group, by operation of torch.distributed."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.group, self.sent = group, Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d" and group_of(args) == self.group:
+            self.sent[function.name()] += max(each.nbytes for each in tensors_in(args))
+        return function(*args, **(kwargs or {}))
+
+
+def send(place: Place, flags: str) -> tuple[Counter[str], dict[str, int]]:
+    """What the second step sends over the ranks that share, and what is expected."""
+    job = open_job(place, flags)
+    engine = job.build_engine()
+    take_step(job, engine, 0)
+    group = job.mesh.domains["dense"].shard.group
+    assert group is not None
+    with SentBytes(group.group_name) as counting:
+        take_step(job, engine, 1)
+    config = job.config
+    stages = Stages.of(config.parallel, config.model, vocab_size=job.vocab_size, seq_length=config.training.seq_length)
+    expected = expected_traffic(config, stages.loads(1)[0], 0, vocab_size=job.vocab_size)
+    return counting.sent, {kind: size for (axis, kind), size in expected.items() if axis == "shard"}
+
+
+@pytest.mark.parametrize("case", ["--dp 3 --zero-stage 1", "--dp 2 --zero-stage 2 --bf16", "--dp 3 --zero-stage 3"])
+def test_the_codes_are_what_is_sent(case: str) -> None:
+    flags = f"{case} {SIZES.replace('size 8', 'size 12')} {NO_DROPOUT} --zero-quantized-gradients int4"
+    for sent, expected in run_ranks(world_size_of(flags), send, flags):
+        assert sent["c10d::alltoall_base_"] == expected["all-to-all"] > 0
+        assert sent["c10d::_reduce_scatter_base_"] == expected["reduce-scatter"] > 0  # of vectors
+        assert expected["reduce-scatter"] < 0.2 * expected["all-to-all"]
+
+
+def test_a_run_has_the_same_bits_again_and_when_it_is_resumed(tmp_path: Path) -> None:
+    flags = f"{SIZES} --dp 2 --zero-stage 2 --zero-quantized-gradients int8 --train-iters 4 --save-interval 2"
+    train_on_ranks(tiny(tmp_path / "whole", flags), world_size=2)
+    train_on_ranks(tiny(tmp_path / "cut", f"{flags} --exit-interval 2"), world_size=2)
+    train_on_ranks(tiny(tmp_path / "cut", flags), world_size=2)
+    assert len(steps_of(tmp_path / "whole")) == 4
+    assert steps_of(tmp_path / "whole") == steps_of(tmp_path / "cut")
