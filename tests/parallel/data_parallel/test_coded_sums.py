@@ -176,7 +176,7 @@ def test_the_codes_are_what_is_sent(case: str) -> None:
     for sent, expected in run_ranks(world_size_of(flags), send, flags):
         assert sent["c10d::alltoall_base_"] == expected["all-to-all"] > 0
         assert sent["c10d::_reduce_scatter_base_"] == expected["reduce-scatter"] > 0  # of vectors
-        assert expected["reduce-scatter"] < 0.2 * expected["all-to-all"]
+        assert expected["reduce-scatter"] < expected["all-to-all"]
 
 
 def test_a_run_has_the_same_bits_again_and_when_it_is_resumed(tmp_path: Path) -> None:
