@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TextIO, cast
 
 from megatronish import __version__
 from megatronish.core.errors import StarredStream, UserError, without_passwords
-from megatronish.launch.os_errors import mishap
+from megatronish.launch.os_errors import mishap, status_of
 from megatronish.launch.place import Place
 from megatronish.launch.terminal import name_output, open_streams, widen
 
@@ -78,7 +78,7 @@ def _ended(work: Callable[[], int]) -> int:
         if (sentence := mishap(error)) is None:
             return _bug(error)
         print(without_passwords(sentence), file=sys.stderr)
-        return 1
+        return status_of(error)
 
 
 def _bug(error: Exception) -> int:

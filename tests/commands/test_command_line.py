@@ -1,6 +1,7 @@
 """Tests of the `megatronish` command: its list, its names in --help, its errors and its scripts in a checkout."""
 
 import ast
+import errno
 import os
 import signal
 import subprocess
@@ -203,3 +204,19 @@ def test_finetune_asks_for_the_model_first(capsys: pytest.CaptureFixture[str], t
         assert run(["finetune", *words]) == 2
         told = capsys.readouterr().err
         assert told.startswith("finetune has no model to start from; name one with --load RUN"), told
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EROFS, 2), (errno.ENOSPC, 1)])
+def test_what_another_start_would_meet_again_ends_every_command_with_2(
+    number: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it ends a run: a place that refuses, and not a disk that is full now."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number), "/data/there")
+
+    monkeypatch.setattr(command_line, "run", refuse)
+    for name in ("open_streams", "name_output", "widen"):
+        monkeypatch.setattr(command_line, name, lambda: None)
+    assert command_line.main() == status
+    assert "/data/there" in capsys.readouterr().err
