@@ -23,11 +23,11 @@ from megatronish.inference.judge_journal import Journal
 from megatronish.inference.judge_questions import read_questions, shipped_questions
 from megatronish.inference.judge_rounds import (
     Answers,
+    AnswerSettings,
     Judgement,
     JudgementRound,
     JudgeSettings,
     Rounds,
-    Sampling,
     comparisons,
     gather_answers,
 )
@@ -222,7 +222,7 @@ def key_of(endpoint: Endpoint, variable: str) -> str:
 
 def ask(task: Comparison, journal: Journal) -> Answers:
     """The answers of all models, with a progress bar."""
-    sampling = Sampling(task.arguments.max_tokens, task.arguments.temperature, task.arguments.seed)
+    sampling = AnswerSettings(task.arguments.max_tokens, task.arguments.temperature, task.arguments.seed)
     total = len(task.models) * sum(len(question.turns) for question in task.rounds.questions)
     with tqdm(total=total, unit=" answers", disable=None) as bar:
         return gather_answers(task.servers, task.rounds, sampling, journal, bar.update)
@@ -238,7 +238,7 @@ def judge(task: Comparison, answers: Answers, journal: Journal) -> tuple[list[Ju
         return found.gather(task.compared, journal, bar.update), found.refused
 
 
-class Findings(NamedTuple):
+class JudgedResults(NamedTuple):
     """What the verdicts say: tables and notes to read, and the same as numbers. `num_unreadable` counts verdicts."""
 
     tables: list[str]
@@ -247,15 +247,15 @@ class Findings(NamedTuple):
     num_unreadable: int
 
 
-def single_findings(task: Comparison, judgements: Sequence[Judgement]) -> Findings:
+def single_findings(task: Comparison, judgements: Sequence[Judgement]) -> JudgedResults:
     """Grades of all models."""
     grades = [grades_of(name, judgements) for name in task.models]
     note = "95 %: the average, plus or minus 1.96 standard errors over questions"
     unreadable = sum(each.num_unreadable for each in grades)
-    return Findings(single_tables(grades), [note], {"results": numbers_of(grades)}, unreadable)
+    return JudgedResults(single_tables(grades), [note], {"results": numbers_of(grades)}, unreadable)
 
 
-def pairwise_findings(task: Comparison, judgements: Sequence[Judgement]) -> Findings:
+def pairwise_findings(task: Comparison, judgements: Sequence[Judgement]) -> JudgedResults:
     """Wins of all pairs, and the bias of the judge for a place."""
     names = [(first, second) for first, second in task.compared[::2]]
     duels, bias = [duel_of(*both, judgements) for both in names], bias_of(names, judgements)
@@ -266,7 +266,7 @@ def pairwise_findings(task: Comparison, judgements: Sequence[Judgement]) -> Find
         f"both times in {bias.first_place}, the second in {bias.second_place}",
     ]
     numbers = {"results": numbers_of(duels), "position_bias": {**vars(bias), "share": bias.share}}
-    return Findings(pairwise_tables(duels), notes, numbers, sum(each.num_unreadable for each in duels))
+    return JudgedResults(pairwise_tables(duels), notes, numbers, sum(each.num_unreadable for each in duels))
 
 
 def tell(task: Comparison, answers: Answers, judgements: Sequence[Judgement], refused: Sequence[str]) -> None:

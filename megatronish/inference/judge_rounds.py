@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from megatronish.inference.judge_journal import Journal
 from megatronish.inference.judge_prompts import anonymous, ask_again, judge_messages, read_verdict
 from megatronish.inference.judge_questions import Question
-from megatronish.inference.judge_server import AbandonedError, ChatAnswer, ChatRequest, ChatServer, RequestRefusedError
+from megatronish.inference.judge_server import AbandonedError, ChatAnswer, ChatServer, RemoteChat, RequestRefusedError
 
 Emit = Callable[[Any], None]
 Task = Callable[[Emit], None]
@@ -24,7 +24,7 @@ Verdict = float | Literal["A", "B", "C"] | str | None
 
 
 @dataclass(frozen=True)
-class Sampling:
+class AnswerSettings:
     """How answers are sampled. Without a temperature, each question has that of its category."""
 
     max_tokens: int
@@ -77,7 +77,7 @@ class Answers:
         return self._texts.get((name, question.identity), [])
 
 
-class _Arrived(NamedTuple):
+class _Recorded(NamedTuple):
     """An answer, or a verdict, that a thread hands to the main thread."""
 
     digest: str
@@ -92,7 +92,7 @@ class _Refused(NamedTuple):
 
 
 def gather_answers(
-    servers: Mapping[str, ChatServer], rounds: Rounds, sampling: Sampling, journal: Journal, on_progress: Progress
+    servers: Mapping[str, ChatServer], rounds: Rounds, sampling: AnswerSettings, journal: Journal, on_progress: Progress
 ) -> Answers:
     """The answers of every model to every turn, from the journal or else from its server."""
     answers = Answers()
@@ -107,7 +107,7 @@ def gather_answers(
                 tasks.append(_conversation(name, server, question, sampling, known))
     by_identity = {question.identity: question for question in rounds.questions}
 
-    def keep(found: _Arrived | _Refused) -> None:
+    def keep(found: _Recorded | _Refused) -> None:
         if isinstance(found, _Refused):
             _skip(found, rounds, answers.refused)
             on_progress(found.num_requests)
@@ -120,26 +120,33 @@ def gather_answers(
     return answers
 
 
-def _request(question: Question, said: Sequence[str], sampling: Sampling) -> ChatRequest:
+def _request(question: Question, said: Sequence[str], sampling: AnswerSettings) -> RemoteChat:
     """Request for the turn after those that have an answer in `said`."""
     messages = []
     for asked, answer in zip(question.turns, said, strict=False):
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     messages.append({"role": "user", "content": question.turns[len(said)]})
     temperature = question.temperature if sampling.temperature is None else sampling.temperature
-    return ChatRequest(tuple(messages), sampling.max_tokens, temperature, sampling.seed)
+    return RemoteChat(tuple(messages), sampling.max_tokens, temperature, sampling.seed)
 
 
-def _known_answers(server: ChatServer, question: Question, sampling: Sampling, journal: Journal) -> list[ChatAnswer]:
+def _known_answers(
+    server: ChatServer, question: Question, sampling: AnswerSettings, journal: Journal
+) -> list[ChatAnswer]:
     """The answers of the first turns that the journal has."""
     known: list[ChatAnswer] = []
     while len(known) < len(question.turns):
         request = _request(question, [each.text for each in known], sampling)
-        record = journal.find(request.digest(server.endpoint))
+        record = journal.find(_digest(request, server, question))
         if record is None:
             break
         known.append(_answer_of(record))
     return known
+
+
+def _digest(request: RemoteChat, server: ChatServer, question: Question) -> str:
+    """Digest of a request for an answer: two questions may begin alike, and two names may have one model."""
+    return request.digest(server.endpoint, server.endpoint.name, question.identity)
 
 
 def _answer_of(record: Mapping[str, Any]) -> ChatAnswer:
@@ -147,7 +154,7 @@ def _answer_of(record: Mapping[str, Any]) -> ChatAnswer:
 
 
 def _conversation(
-    name: str, server: ChatServer, question: Question, sampling: Sampling, known: Sequence[ChatAnswer]
+    name: str, server: ChatServer, question: Question, sampling: AnswerSettings, known: Sequence[ChatAnswer]
 ) -> Task:
     """Task that asks the turns of a question that have no answer yet, each after the one before."""
 
@@ -170,7 +177,7 @@ def _conversation(
                 "answer": answer.text,
                 "cut": answer.is_cut,
             }
-            emit(_Arrived(request.digest(server.endpoint), record))
+            emit(_Recorded(_digest(request, server, question), record))
             said.append(answer.text)
 
     return ask
@@ -185,7 +192,7 @@ def comparisons(names: Sequence[str], mode: str, baseline: str | None) -> list[t
 
 
 class JudgementRound:
-    """Verdicts about all comparisons of the answers: `num_requests` of them, and those that were refused."""
+    """Verdicts about the answers. `hidden`: names that the judge does not see; `refused`: what it did not answer."""
 
     def __init__(
         self, judge: ChatServer, rounds: Rounds, settings: JudgeSettings, answers: Answers, hidden: Sequence[str]
@@ -218,7 +225,7 @@ class JudgementRound:
                 tasks.append(self._judging(request, judgement))
             missing.setdefault(digest, []).append(place)
 
-        def keep(reply: _Arrived | _Refused) -> None:
+        def keep(reply: _Recorded | _Refused) -> None:
             if isinstance(reply, _Refused):
                 _skip(reply, self._rounds, self.refused)
                 on_progress(reply.num_requests)
@@ -233,13 +240,13 @@ class JudgementRound:
         refused = {place for places in missing.values() for place in places}
         return [judgement for place, judgement in enumerate(found) if place not in refused]
 
-    def _request(self, judgement: Judgement) -> ChatRequest:
+    def _request(self, judgement: Judgement) -> RemoteChat:
         question, turn, names, _ = judgement
         answers = [[anonymous(text, self._hidden) for text in self._answers.of(name, question)] for name in names]
         messages = judge_messages(question, answers, turn=turn)
-        return ChatRequest(messages, self._settings.max_tokens, self._settings.temperature)
+        return RemoteChat(messages, self._settings.max_tokens, self._settings.temperature)
 
-    def _judging(self, request: ChatRequest, judgement: Judgement) -> Task:
+    def _judging(self, request: RemoteChat, judgement: Judgement) -> Task:
         """Task that asks for a verdict, and once more if the first one cannot be read."""
         count = len(judgement.names)
 
@@ -249,7 +256,7 @@ class JudgementRound:
                 verdict, again = read_verdict(said, num_answers=count), None
                 if verdict is None:
                     messages = ask_again(request.messages, said, num_answers=count)
-                    asked = ChatRequest(messages, request.max_tokens, request.temperature)
+                    asked = RemoteChat(messages, request.max_tokens, request.temperature)
                     again = self._judge.answer(asked).text
                     verdict = read_verdict(again, num_answers=count)
             except RequestRefusedError as error:
@@ -266,7 +273,7 @@ class JudgementRound:
                 "said": said,
             }
             record |= {} if again is None else {"said_again": again}
-            emit(_Arrived(request.digest(self._judge.endpoint), record))
+            emit(_Recorded(request.digest(self._judge.endpoint), record))
 
         return judge
 
@@ -330,7 +337,7 @@ def run_all(tasks: Sequence[Task], keep: Callable[[Any], None], *, parallel: int
     except KeyboardInterrupt:
         ended.set()
         while not arrived.empty():
-            if isinstance(found := arrived.get(), _Arrived):
+            if isinstance(found := arrived.get(), _Recorded):
                 keep(found)
         raise
     if failure is not None:

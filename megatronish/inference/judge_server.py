@@ -95,7 +95,7 @@ def read_endpoint(flag: str, given: str) -> Endpoint:
 
 
 @dataclass(frozen=True)
-class ChatRequest:
+class RemoteChat:
     """What a server is asked: the messages so far, and how the next one is sampled. None: the server's own choice."""
 
     messages: tuple[Message, ...]
@@ -103,9 +103,9 @@ class ChatRequest:
     temperature: float | None = None
     seed: int | None = None
 
-    def digest(self, endpoint: Endpoint) -> str:
-        """Name of this request to this model: two requests of the same name would be answered alike."""
-        content = [endpoint.url, endpoint.model, self.messages, self.max_tokens, self.temperature, self.seed]
+    def digest(self, endpoint: Endpoint, *purpose: object) -> str:
+        """Digest of this request to this model, for a purpose of its own if one is given: 32 hexadecimal digits."""
+        content = [endpoint.url, endpoint.model, self.messages, self.max_tokens, self.temperature, self.seed, purpose]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
@@ -153,7 +153,7 @@ class ChatServer:
                 f"{self.endpoint.flag} {self.endpoint.name}={self.endpoint.url}#{example}"
             )
 
-    def answer(self, request: ChatRequest) -> ChatAnswer:
+    def answer(self, request: RemoteChat) -> ChatAnswer:
         """The next message of a chat. RequestRefusedError if it never comes, RunError if the server is lost."""
         limit = self._token_limit
         body: dict[str, Any] = {"model": self.endpoint.model, "messages": request.messages, limit: request.max_tokens}

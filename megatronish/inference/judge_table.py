@@ -30,7 +30,7 @@ class Grades:
 
 
 @dataclass(frozen=True)
-class Tally:
+class DuelTally:
     """Wins, ties and losses of `first` over `second` in judged turns."""
 
     wins: int
@@ -50,9 +50,9 @@ class Duel:
 
     first: str
     second: str
-    tally: Tally
+    tally: DuelTally
     interval: tuple[float, float] | None
-    categories: dict[str, Tally]
+    categories: dict[str, DuelTally]
     num_unreadable: int
 
 
@@ -151,10 +151,10 @@ def pairs_of(first: str, second: str, judgements: Iterable[Judgement]) -> tuple[
     return pairs, unreadable
 
 
-def tally_of(pairs: Iterable[Pair]) -> Tally:
+def tally_of(pairs: Iterable[Pair]) -> DuelTally:
     """Wins, ties and losses of the first model of the pairs."""
     outcomes = [pair.outcome for pair in pairs]
-    return Tally(outcomes.count("wins"), outcomes.count("ties"), outcomes.count("losses"))
+    return DuelTally(outcomes.count("wins"), outcomes.count("ties"), outcomes.count("losses"))
 
 
 def duel_of(first: str, second: str, judgements: Sequence[Judgement]) -> Duel:

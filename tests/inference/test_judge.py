@@ -214,6 +214,19 @@ def test_what_was_answered_is_asked_once_though_the_command_was_killed(
     assert [each["average"] for each in numbers(questions)["results"]] == [8, 3]
 
 
+def test_questions_that_begin_alike_and_names_of_one_model_have_answers_of_their_own(questions: Path) -> None:
+    count = itertools.count()
+    written(questions, [{"question_id": number, "turns": ["Hello.", f"{number}?"]} for number in (1, 2)])
+    with chat_server(lambda body: "[[5]]" if body["model"] == "judge" else f"answer {next(count)}") as server:
+        flags = flags_of(server, questions, "--model", f"twin={server.url}#good")
+        assert main(flags) == 0
+        texts = [each["answer"] for each in lines(questions, "answers")]
+        assert len(set(texts)) == len(texts) == 3 * 4
+        before = len(server.asked)
+        assert main(flags) == 0
+        assert len(server.asked) == before
+
+
 def lines_of_whole(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
