@@ -38,13 +38,18 @@ class BuildKernels(build_ext):
 
 
 class BuildPackage(build_py):
-    """Puts configs/ into the package, where config/shipped.py looks for it; an editable installation has the folder."""
+    """Puts configs/ into the package, where config/shipped.py looks for it; an editable installation has the folder.
+
+    The questions of `megatronish judge` lie there, too.
+    """
 
     def run(self) -> None:
-        """Copy the modules, and then the configs."""
+        """Copy the modules, and then the configs and questions."""
         super().run()
         if not self.editable_mode:
-            shutil.copytree(ROOT / "configs", Path(self.build_lib) / "megatronish" / "configs", dirs_exist_ok=True)
+            target = Path(self.build_lib) / "megatronish" / "configs"
+            shutil.copytree(ROOT / "configs", target, dirs_exist_ok=True)
+            shutil.copy2(ROOT / "examples" / "judge_questions.jsonl", target)
 
 
 def description_for_an_index() -> str:

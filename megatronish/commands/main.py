@@ -210,6 +210,7 @@ COMMANDS = {
         "run",
         "EvaluateArguments",
     ),
+    "judge": Command("models", "judge", "let a model judge the answers of others, as MT-bench does"),
     "convert": Command("models", "convert", "convert models between Hugging Face, Megatron-LM and megatronish"),
     "from-axolotl": Command("configs", "import_config", "write Axolotl's config.yml as TOML", "main_axolotl"),
     "from-deepspeed": Command("configs", "import_config", "write DeepSpeed's ds_config.json as TOML", "main_deepspeed"),
