@@ -1,6 +1,6 @@
-"""Which tensors share a buffer: parameters in gradient buckets, with their padding, and matrices in rounds of Muon."""
+"""Which tensors share a buffer: parameters in gradient buckets, matrices in rounds of Muon, moves of an outer step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 MAX_PENDING = 2
@@ -41,6 +41,29 @@ def cut_into_buckets(sizes: Sequence[int], bucket_size: int) -> Iterator[range]:
             start, total = number + 1, 0
     if start < len(sizes):
         yield range(start, len(sizes))
+
+
+CODE_BLOCK = 128
+"""Elements of a move that share a scale (DiLoCo); a multiple of 2, as a byte has two codes of 4 bits."""
+BYTES_OF_BLOCK = {"int8": CODE_BLOCK + 4, "int4": CODE_BLOCK // 2 + 4}
+"""Bytes of the codes of a block and of its scale."""
+
+
+def moves_together(sizes: Mapping[str, int], tied: Collection[str], bucket_size: int) -> Iterator[list[str]]:
+    """Names of the parameters of a domain whose moves an outer step exchanges together; a tied one is alone.
+
+    With three islands or more the order of a sum may depend on the place in a buffer, and the two stages that hold a
+    tied parameter must get the same bits.
+    """
+    yield from ([name] for name in sizes if name in tied)
+    names = [name for name in sizes if name not in tied]
+    for part in cut_into_buckets([sizes[name] for name in names], bucket_size):
+        yield [names[number] for number in part]
+
+
+def num_code_blocks(sizes: Sequence[int], *, islands: int) -> int:
+    """Blocks of moves of these sizes: each begins with one of its own, and every island has as many of them."""
+    return rounded_up(sum(-(-size // CODE_BLOCK) for size in sizes), islands)
 
 
 def offsets(sizes: Sequence[int], alignment: int) -> Iterator[int]:
