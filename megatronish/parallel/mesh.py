@@ -189,7 +189,7 @@ class Mesh:
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
         `init_method` is `env://` or `file://PATH`, as torch.distributed has it; a `store` that is open takes its place.
-        In each of `islands`, `copies` groups shard what ZeRO shards, and `secondary` neighbours of a group keep what was
+        In each of `islands` `copies` groups shard what ZeRO shards, and `secondary` neighbours of each keep what was
         gathered. The ends of the model are on `embedding_stages`; `lines` are those of `p2p_axes`. `experts` is the
         grid of a model with experts, on the same ranks.
         """
