@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.parallel import comm
-from megatronish.parallel.bucketing import CODE_BLOCK, moves_together, num_code_blocks, rounded_up
+from megatronish.parallel.bucketing import CODE_BLOCK, MovedPart, moves_together, num_code_blocks, rounded_up
 from megatronish.parallel.disk import copy_between, in_chunks, zeros_beside
 from megatronish.parallel.mesh import Axis, Domain
 from megatronish.parallel.sharding import Sharding
@@ -91,7 +91,7 @@ class OuterOptimizer:
         self.settings, self._device = settings, device
         self.masters = {name: master.detach() for name, master in masters.items()}
         self._axes = {name: domains[shardings[name].domain].islands for name in masters}
-        self._buckets = list[list[str]]()
+        self._buckets = list[list[MovedPart]]()
         for domain in domains:
             own = {name: each.numel() for name, each in self.masters.items() if shardings[name].domain == domain}
             tied = [name for name in own if shardings[name].tied]
@@ -118,9 +118,8 @@ class OuterOptimizer:
 
         It changes masters alone: who calls it brings them into the model.
         """
-        for names in self._buckets:
-            moves = self._mean_moves(names)
-            groups = [(*self.state[name], self.masters[name], moves[name]) for name in names]
+        for parts in self._buckets:
+            groups = [(*self._of(part), move) for part, move in zip(parts, self._mean_moves(parts), strict=True)]
             for chunk in in_chunks(groups, num_written=3):
                 for _, (outer, momentum, master, move) in chunk:
                     momentum.mul_(self.settings.momentum).add_(move)
@@ -128,20 +127,24 @@ class OuterOptimizer:
                     outer.sub_(move, alpha=self.settings.learning_rate)
                     master.copy_(outer)
 
-    def _mean_moves(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def _of(self, part: MovedPart) -> tuple[Tensor, Tensor, Tensor]:
+        """Outer parameters, momentum and masters of a part."""
+        outer, momentum = self.state[part.name]
+        every = outer, momentum, self.masters[part.name]
+        return tuple(each.view(-1)[part.begin : part.end] for each in every)  # type: ignore[return-value]
+
+    def _mean_moves(self, parts: Sequence[MovedPart]) -> list[Tensor]:
         """What the islands have moved in the mean since the last outer step, [n] each, where the masters are."""
-        sizes, axis = [self.masters[name].numel() for name in names], self._axes[names[0]]
+        sizes, axis = [part.size for part in parts], self._axes[parts[0].name]
         quantised = axis.size > 1 and self.settings.move_dtype != "fp32"
         padded, total = sizes, sum(sizes)
         if quantised:
             padded = [rounded_up(size, CODE_BLOCK) for size in sizes]
             total = num_code_blocks(sizes, islands=axis.size) * CODE_BLOCK
-        flat = torch.zeros(total, device=self.masters[names[0]].device)
-        parts = [part[:size] for part, size in zip(flat[: sum(padded)].split(padded), sizes, strict=True)]
-        groups = [
-            (part, self.state[name].parameter, self.masters[name]) for part, name in zip(parts, names, strict=True)
-        ]
-        for chunk in in_chunks(groups, num_written=0):
+        flat = torch.zeros(total, device=self.masters[parts[0].name].device)
+        moves = [move[:size] for move, size in zip(flat[: sum(padded)].split(padded), sizes, strict=True)]
+        groups = [(move, *self._of(part)) for move, part in zip(moves, parts, strict=True)]
+        for chunk in in_chunks([(move, outer, master) for move, outer, _, master in groups], num_written=0):
             for _, (move, outer, master) in chunk:
                 torch.sub(outer, master, out=move)
         sent = flat.to(self._device)
@@ -150,7 +153,7 @@ class OuterOptimizer:
         else:
             mean = comm.all_reduce(sent, axis).div_(axis.size)
         flat.copy_(mean)
-        return dict(zip(names, parts, strict=True))
+        return moves
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -183,10 +186,11 @@ def encoded(blocks: Tensor, dtype: str) -> Tensor:
     """fp32 [n, CODE_BLOCK] -> uint8 [n, bytes of codes + SCALE_BYTES]."""
     largest = LARGEST_CODE[dtype]
     scale = blocks.abs().amax(1, keepdim=True) / largest
-    codes = (blocks / torch.where(scale > 0, scale, torch.ones_like(scale))).round_()
-    codes = (codes + (0 if dtype == "int8" else 8)).to(torch.int8).view(torch.uint8)
+    codes = (blocks / torch.where(scale > 0, scale, torch.ones_like(scale))).round_().to(torch.int8)
     if dtype == "int4":
+        codes += 8
         codes = codes[:, ::2] | (codes[:, 1::2] << 4)
+    codes = codes.view(torch.uint8)
     return torch.cat((codes, scale.view(torch.uint8)), dim=1)
 
 
@@ -195,4 +199,4 @@ def decoded(sent: Tensor, dtype: str) -> Tensor:
     codes, scale = sent[:, :-SCALE_BYTES], sent[:, -SCALE_BYTES:].contiguous().view(torch.float32)
     if dtype == "int4":
         codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
-    return (codes.view(torch.int8) - (0 if dtype == "int8" else 8)).float() * scale
+    return (codes.view(torch.int8) - (0 if dtype == "int8" else 8)).float().mul_(scale)

@@ -45,20 +45,41 @@ def cut_into_buckets(sizes: Sequence[int], bucket_size: int) -> Iterator[range]:
 
 CODE_BLOCK = 128
 """Elements of a move that share a scale (DiLoCo); a multiple of 2, as a byte has two codes of 4 bits."""
+MOST_MOVED = 2**22
+"""Elements that are exchanged together, or nearly twice as many: the device has little room after a step."""
 BYTES_OF_BLOCK = {"int8": CODE_BLOCK + 4, "int4": CODE_BLOCK // 2 + 4}
 """Bytes of the codes of a block and of its scale."""
 
 
-def moves_together(sizes: Mapping[str, int], tied: Collection[str], bucket_size: int) -> Iterator[list[str]]:
-    """Names of the parameters of a domain whose moves an outer step exchanges together; a tied one is alone.
+class MovedPart(NamedTuple):
+    """Elements `begin` to `end` of what a rank keeps of a parameter."""
+
+    name: str
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return self.end - self.begin
+
+
+def moves_together(sizes: Mapping[str, int], tied: Collection[str], bucket_size: int) -> Iterator[list[MovedPart]]:
+    """Parameters of a domain whose moves an outer step exchanges together, large ones in parts; a tied one is alone.
 
     With three islands or more the order of a sum may depend on the place in a buffer, and the two stages that hold a
     tied parameter must get the same bits.
     """
-    yield from ([name] for name in sizes if name in tied)
-    names = [name for name in sizes if name not in tied]
-    for part in cut_into_buckets([sizes[name] for name in names], bucket_size):
-        yield [names[number] for number in part]
+    most = rounded_up(min(bucket_size, MOST_MOVED), CODE_BLOCK)
+    parts = [
+        MovedPart(name, begin, min(begin + most, size))
+        for name, size in sizes.items()
+        for begin in range(0, size, most)
+    ]
+    yield from ([part] for part in parts if part.name in tied)
+    others = [part for part in parts if part.name not in tied]
+    for numbers in cut_into_buckets([part.size for part in others], most):
+        yield [others[number] for number in numbers]
 
 
 def num_code_blocks(sizes: Sequence[int], *, islands: int) -> int:

@@ -128,7 +128,8 @@ def moved(place: Place, dtype: str) -> tuple[dict[str, Tensor], dict[str, Tensor
     moves = {name: LARGE[name] * torch.randn(len(each), generator=generator) for name, each in masters.items()}
     for name, master in outer.masters.items():
         master.sub_(moves[name])
-    return moves, outer._mean_moves(list(masters))
+    (parts,) = outer._buckets
+    return moves, dict(zip(masters, outer._mean_moves(parts), strict=True))
 
 
 @pytest.mark.parametrize(("number", "dtype"), [(2, "fp32"), (2, "int4"), (3, "int8"), (4, "int4")])

@@ -27,8 +27,8 @@ def outer_traffic(
     for domain in state.data_ranks:
         sizes = _kept(state, domain)
         tied = [each.name for each in state.parameters if each.tied]
-        for names in moves_together(sizes, tied, config.parallel.ddp_bucket_size):
-            together = [sizes[name] for name in names]
+        for parts in moves_together(sizes, tied, config.parallel.ddp_bucket_size):
+            together = [part.size for part in parts]
             if dtype == "fp32":
                 sent[TrafficKey("islands", "all-reduce")] += FP32 * sum(together)
                 continue
