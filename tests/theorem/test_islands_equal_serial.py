@@ -17,7 +17,7 @@ from island_runs import INTERVAL, IslandRecord, serial_islands, train_islands
 from pairwise import Chosen, covered_pairs, pairwise, possible_pairs
 from problem import Problem, Spread
 from ranks import run_ranks
-from sweeps import some_of
+from sweeps import further, some_of
 from theorem_cases import ADAPTERS, adapted_problem_of, choices, name_of, problem_of, spread_of
 
 from megatronish.config.sections.model import ModelConfig
@@ -142,6 +142,14 @@ def test_islands_with_experts_are_as_many_runs_of_one_process(spread: Spread) ->
     problem = Problem(model, seq_length=16, global_batch_size=8)
     ranks = run_ranks(spread.layout.world_size, train_islands, problem, spread)
     assert_same_islands(ranks, by_hand(problem, 2))
+
+
+@pytest.mark.parametrize(
+    "spread", [further(Spread(Layout(dp=8), 1, zero=3, copies=2, secondary=2, outer_interval=INTERVAL))], ids=["dp8"]
+)
+def test_islands_whose_neighbours_keep_what_is_gathered_are_as_many_runs(spread: Spread) -> None:
+    problem = problem_of(Layout(dp=8), PLAIN | {"micro_batch_size": 1})
+    assert_same_islands(run_ranks(8, train_islands, problem, spread), by_hand(problem, 2))
 
 
 def test_in_bf16_islands_are_as_near_as_runs_of_one_process() -> None:
