@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatronish.config.read import read_config
 from megatronish.core.layout import Layout
+from megatronish.engine import engine as engine_module
 from megatronish.engine.engine import Engine
 from megatronish.estimate.costs.outer_traffic import outer_traffic
 from megatronish.launch.place import Place
@@ -177,6 +178,36 @@ def test_islands_may_differ_and_their_outer_parameters_may_not() -> None:
     for found, sound in run_ranks(2, flip_outside, flags):
         assert sound == []
         assert found == ["outer parameter of layers.0.mlp.fc1.weight differs between the ranks 0, 1 of islands"]
+
+
+class Left(NamedTuple):
+    skipped: list[bool]
+    scale: float
+    changed: list[bool]
+
+
+def overflow_on_one(place: Place, flags: str) -> Left:
+    """Three steps in fp16, the second of which overflows on island 1 alone; an outer step follows it."""
+    job = open_job(place, flags)
+    engine = job.build_engine()
+    skipped, changed = list[bool](), list[bool]()
+    master = engine.data_parallel.shards["layers.0.mlp.fc1.weight"].master
+    for step in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            if step == 1 and engine.mesh.islands.rank == 1:
+                patch.setattr(engine_module, "global_norm", lambda *_, **__: torch.tensor(torch.inf).double())
+            before = master.detach().clone()
+            batches = job.batches_of(job.datasets.train)(12 * step, 12)
+            result = engine.step(batches, num_steps_done=step, learning_rate=1e-3, weight_decay=0.1)
+            skipped.append(result.skipped)
+            changed.append(not torch.equal(before, master))
+    return Left(skipped, engine.rule.loss_scale.scale, changed)
+
+
+def test_a_step_that_one_island_must_leave_out_is_left_out_by_all_and_joined() -> None:
+    flags = f"{ISLANDS} --outer-interval 2 --dp 2 --dp-replicate 2 --fp16 --initial-loss-scale 64 --hysteresis 1"
+    for rank in run_ranks(2, overflow_on_one, flags.replace("--outer-interval 100", "")):
+        assert rank == Left([False, True, False], 32.0, [True, True, True])
 
 
 @pytest.mark.parametrize(
