@@ -45,6 +45,10 @@ from megatronish.parallel.mesh import Axis, Domain, Mesh
 from megatronish.parallel.pinned import Form, pinned_zeros
 from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding
 
+ISLAND = "island."
+"""Prefix of the names of what differs between islands (DiLoCo), before the number of one."""
+MOMENTUM = "outer.momentum"
+
 
 def model_tensors(
     shards: Mapping[str, Shard], shardings: Mapping[str, Sharding], domains: Mapping[str, Domain]

@@ -132,7 +132,9 @@ def _islands(config: Config, loads: Sequence[StageLoad], vocab_size: int) -> lis
         f"islands: {parallel.num_islands}, joined after every {parallel.outer_interval} steps by Nesterov SGD, lr "
         f"{parallel.outer_lr:g}, momentum {parallel.outer_momentum:g}"
     )
-    if parallel.num_islands == 1 or why_no_traffic(config) is not None:
+    if parallel.num_islands == 1:
+        return [f"{said}; --dp-replicate N makes N of the data ranks"]
+    if why_no_traffic(config) is not None:
         return [said]
     most = max(bytes_to_islands(config, load, stage, vocab_size=vocab_size) for stage, load in enumerate(loads))
     return [f"{said}; a device then sends {format_bytes(most)} in {parallel.outer_move_dtype} to other islands"]

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from megatronish.checkpoint.folder import STATE, DamagedError, read_state
 from megatronish.checkpoint.remote import Location
-from megatronish.checkpoint.save import global_tensors, model_tensors, optimizer_tensors, state_tensors
+from megatronish.checkpoint.save import (
+    ISLAND,
+    MOMENTUM,
+    global_tensors,
+    model_tensors,
+    optimizer_tensors,
+    state_tensors,
+)
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, with_fields
@@ -22,11 +29,6 @@ FACTS = ("config", "vocab_size", "data", "eod")
 POSITION = ("step", "consumed_samples", "optimizer_steps")
 LOSS_SCALE = {"scale", "growth_tracker", "hysteresis_tracker"}
 LARGEST_COUNT = 2**62
-
-
-ISLAND = "island."
-"""Prefix of the names of what differs between islands (DiLoCo), before the number of one."""
-MOMENTUM = "outer.momentum"
 
 
 def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:

@@ -17,6 +17,7 @@ from megatronish.checkpoint.folder import read_state
 from megatronish.checkpoint.save import save_checkpoint
 from megatronish.config.read import read_config
 from megatronish.engine.engine import Engine
+from megatronish.formats import native
 from megatronish.launch.place import Place
 from megatronish.optim.optimizer import Optimizer
 from megatronish.parallel.mesh import leave
@@ -160,6 +161,13 @@ def test_fewer_islands_and_none_resume_from_the_outer_parameters(of_two: Path) -
     assert_same(none.moments, saved, "island.0.optimizer.exp_avg.")
     for rank in run_ranks(2, load, tiny(folder, f"{TWO} --dp 2"), of_two, False):
         assert_same(rank.masters, saved, "model.")  # --no-load-optim: islands have nothing of their own
+
+
+def test_what_is_exported_are_the_outer_parameters(of_two: Path) -> None:
+    saved, model = read_whole(of_two), native.read(of_two)
+    assert_same({name: each.read() for name, each in model.tensors.items()}, saved, "model.")
+    told = {why for name, why in model.description.left_out.items() if name.startswith(("island.", "outer."))}
+    assert told == {"state of islands: the model is that of their last outer step"}
 
 
 def test_islands_begin_with_a_run_that_had_none(tmp_path: Path) -> None:
