@@ -6,6 +6,12 @@ neither on the layout nor on the precision of the run that saved it:
     model.NAME                     the parameter
     optimizer.STATE.NAME           exp_avg, exp_avg_sq, ... of the same shape, as far as this parameter has them
 
+With an outer optimizer (DiLoCo) `model.NAME` are the outer parameters, and what differs between islands is that of one:
+
+    outer.momentum.NAME            of the outer step
+    island.I.model.NAME            the parameter on island I, since the last outer step
+    island.I.optimizer.STATE.NAME  its states
+
 With --async-save a thread writes from a copy of this rank's tensors in host memory (`HostCopies`). Training waits only
 for the copy to host memory. The thread reads no tensor of the training, and communicates with the other ranks' threads
 over a process group that training does not use. At most one save runs at a time, so the threads of all ranks call the
@@ -35,9 +41,13 @@ from megatronish.core.files import remedy_of_writing
 from megatronish.optim.optimizer import Optimizer
 from megatronish.parallel.all_or_none import from_one
 from megatronish.parallel.disk import copy_between, disk_of, zeros_beside
-from megatronish.parallel.mesh import Domain, Mesh
+from megatronish.parallel.mesh import Axis, Domain, Mesh
 from megatronish.parallel.pinned import Form, pinned_zeros
 from megatronish.parallel.sharding import FlatPiece, Piece, Shard, Sharding
+
+ISLAND = "island."
+"""Prefix of the names of what differs between islands (DiLoCo), before the number of one."""
+MOMENTUM = "outer.momentum"
 
 
 def model_tensors(
@@ -45,12 +55,12 @@ def model_tensors(
 ) -> dict[str, GlobalTensor]:
     """Parameters as global tensors. Of the ranks that hold replicas of a shard, each writes some of the tensors."""
     masters = {name: shard.master for name, shard in shards.items()}
-    return _global_tensors("model", masters, shards, shardings, domains)
+    return global_tensors("model", masters, shards, shardings, domains)
 
 
 def state_tensors(states: Mapping[str, Tensor], domain: Domain) -> dict[str, GlobalTensor]:
     """State of the model that no gradient changes (the biases of routers): whole on every rank, written by one."""
-    writes = all(axis.is_first for axis in (*domain.counting_axes, domain.replicate))
+    writes = all(axis.is_first for axis in (*domain.counting_axes, domain.replicate, domain.islands))
     return {
         f"model.{name}": GlobalTensor(tuple(each.shape), (_whole(each),), each, writes=writes)
         for name, each in states.items()
@@ -63,31 +73,40 @@ def _whole(tensor: Tensor) -> Piece:
 
 
 def optimizer_tensors(
-    optimizer: Optimizer, shardings: Mapping[str, Sharding], domains: Mapping[str, Domain]
+    optimizer: Optimizer, shardings: Mapping[str, Sharding], domains: Mapping[str, Domain], *, island: str = ""
 ) -> dict[str, GlobalTensor]:
-    """Optimizer states as global tensors of their parameters' shapes."""
+    """Optimizer states as global tensors of their parameters' shapes; with `island` those of this rank's, named so."""
     states: dict[str, GlobalTensor] = {}
     # Per state and not per parameter, as parameters may have different ones (Muon's momentum, Adam's moments).
     for state in dict.fromkeys(state for tensors in optimizer.state.values() for state in tensors):
         tensors = {name: tensors[state] for name, tensors in optimizer.state.items() if state in tensors}
-        states |= _global_tensors(f"optimizer.{state}", tensors, optimizer.shards, shardings, domains)
+        states |= global_tensors(
+            f"{island}optimizer.{state}", tensors, optimizer.shards, shardings, domains, of_island=bool(island)
+        )
     return states
 
 
-def _global_tensors(
+def global_tensors(
     prefix: str,
     tensors: Mapping[str, Tensor],
     shards: Mapping[str, Shard],
     shardings: Mapping[str, Sharding],
     domains: Mapping[str, Domain],
+    *,
+    of_island: bool = False,
 ) -> dict[str, GlobalTensor]:
-    """Global tensors by `prefix`.NAME; the replicas of a shard take turns in writing, so that they share the work."""
+    """Global tensors by `prefix`.NAME; the replicas of a shard take turns in writing, so that they share the work.
+
+    Ranks in the same place of other islands hold a replica, too, except of what is `of_island`.
+    """
     result = {}
     for number, (name, local) in enumerate(tensors.items()):
         sharding = shardings[name]
         domain = domains[sharding.domain]
         # Tensor by tensor in the same order on all replicas, so each tensor has exactly one writer among them.
-        is_turn = number % domain.replicate.size == domain.replicate.rank
+        replicate, islands = domain.replicate, Axis("islands") if of_island else domain.islands
+        turn = number % (replicate.size * islands.size)
+        is_turn = turn == islands.rank * replicate.size + replicate.rank
         result[f"{prefix}.{name}"] = GlobalTensor(
             shape=sharding.shape,
             pieces=tuple(_by_matrix(shards[name].pieces)),

@@ -188,6 +188,8 @@ def smallest_dp(config: Config) -> int:
     # must hold the factors that cp (and tp) do not have.
     groups = parallel.num_distributed_optimizer_instances if parallel.zero else 1
     fewest = max(1, groups // math.gcd(groups, parallel.context_parallel_size))
+    if parallel.outer_optimizer is not None:  # islands have whole sequences
+        fewest = parallel.num_distributed_optimizer_instances
     if config.model.num_experts is None:
         return fewest
     grid = math.prod(parallel.expert_layout)

@@ -2,7 +2,8 @@
 
 Sample numbers of a step are dealt in turn: micro-batch m of data-parallel rank d holds the B samples from
 consumed_samples + (m * dp_size + d) * B on. So a position in the data is one number, and whatever the layout, the same
-samples make up the same step.
+samples make up the same step. Of several islands (DiLoCo) each has a row of the step's samples, dealt in the same way
+to its data ranks: so no layout of an island changes what the island learns from.
 """
 
 import math
@@ -22,22 +23,30 @@ from megatronish.config.config import Config
 from megatronish.config.sections.data import DataConfig
 from megatronish.data.sample import Dataset, Sample
 from megatronish.model.batch import CompletionPairs, MicroBatch
+from megatronish.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """The part of every global batch that one data-parallel rank takes."""
+    """The part of every global batch that one data-parallel rank takes, of `dp_size` in each island."""
 
     dp_rank: int
     dp_size: int
     micro_batch_size: int
+    island: int = 0
+    num_islands: int = 1
+
+    @classmethod
+    def of(cls, mesh: Mesh, micro_batch_size: int) -> "BatchShare":
+        """That of a rank of the mesh."""
+        return cls(mesh.dp.rank, mesh.dp.size, micro_batch_size, mesh.islands.rank, mesh.islands.size)
 
     def sample_ids(self, *, consumed_samples: int, global_batch_size: int) -> list[range]:
         """Numbers of the samples of each micro-batch of the step that starts at `consumed_samples`."""
         stride = self.micro_batch_size * self.dp_size
-        num_micro_batches, rest = divmod(global_batch_size, stride)
-        assert rest == 0, f"{global_batch_size=} is not divisible by micro-batch size times dp size = {stride}"
-        begin = consumed_samples + self.dp_rank * self.micro_batch_size
+        num_micro_batches, rest = divmod(global_batch_size, dealt := stride * self.num_islands)
+        assert rest == 0, f"{global_batch_size=} is not divisible by micro-batch size times dp size = {dealt}"
+        begin = consumed_samples + self.island * num_micro_batches * stride + self.dp_rank * self.micro_batch_size
         firsts = range(begin, begin + num_micro_batches * stride, stride)
         return [range(first, first + self.micro_batch_size) for first in firsts]
 

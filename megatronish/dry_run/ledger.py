@@ -200,6 +200,8 @@ def _state(engine: Engine) -> dict[str, list[Tensor]]:
     references = [] if engine.reference is None else _weights(engine.reference)
     counted = [tensor for tensors in data_parallel.counted_gradients().values() for tensor in tensors]
     moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    if engine.outer is not None:
+        moments += [tensor for state in engine.outer.state.values() for tensor in state]
     return {
         "weights": [*_weights(engine), *references],
         "gradients": [*data_parallel.gradients.values(), *data_parallel.sums.values(), *counted],

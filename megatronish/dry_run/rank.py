@@ -116,6 +116,8 @@ def call_hooks(engine: Engine, recorder: StepRecorder) -> None:
         "params norm": lambda: params_norm(engine),
         "zeros": lambda: num_zeros(engine),
     }
+    if engine.outer is not None:
+        computed["outer step"] = engine.outer.step
     with objects_alike():
         for name, compute in computed.items():
             recorder.begin_part(name)
@@ -279,8 +281,8 @@ def made_up_batches(planned: PlannedRun, mesh: Mesh, num_microbatches: int) -> l
     return micro_batches(
         samples,
         consumed_samples=0,
-        global_batch_size=num_microbatches * training.micro_batch_size * mesh.dp.size,
-        share=BatchShare(mesh.dp.rank, mesh.dp.size, training.micro_batch_size),
+        global_batch_size=num_microbatches * training.micro_batch_size * config.layout.dp,
+        share=BatchShare.of(mesh, training.micro_batch_size),
         collate=Collator.of(config.data, eod=eod),
     )
 

@@ -7,6 +7,7 @@ make_data_parallel  parameters and gradients over the data ranks, as the ZeRO st
 split_backward      weight gradients deferred to W actions, where the schedule has them
 add_in_place        weight gradients added to the sums of a step by the layers themselves
 Optimizer           over the fp32 masters that this rank keeps
+OuterOptimizer      over the same ones, every few steps, with --outer-optimizer
 build_executor      the loop over the actions of a plan
 with_graphs         with --cuda-graph, the replay of micro-batches around it
 
@@ -41,6 +42,7 @@ from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.table import objective_of
 from megatronish.optim.loss_scale import LossSpikes, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
+from megatronish.optim.outer import OuterOptimizer, OuterSettings
 from megatronish.parallel.data_parallel.data_parallel import DataParallel, DataParallelSettings
 from megatronish.parallel.data_parallel.fully_sharded import FullySharded
 from megatronish.parallel.data_parallel.zero import Zero
@@ -139,6 +141,8 @@ def build_engine(
     executor = build_executor(config, stage, mesh, objective, weight_gradients)
     replaying = with_graphs(config, executor, mesh)
     engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule_of(config))
+    if trainable is not nothing and (outer := OuterSettings.of(config.parallel)) is not None:
+        engine.outer = OuterOptimizer(optimizer.masters, learning, mesh.domains, outer, device=mesh.device)
     if isinstance(objective, PairObjective):
         prepare_pairs(engine, Scorer(stage, executor), config, vocab_size=vocab_size)
     return engine

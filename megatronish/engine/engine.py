@@ -18,6 +18,7 @@ from megatronish.objectives.objective import LOSS, metrics_of
 from megatronish.objectives.pairs import AnyObjective
 from megatronish.optim.global_norm import global_norm
 from megatronish.optim.optimizer import Optimizer
+from megatronish.optim.outer import OuterOptimizer
 from megatronish.parallel.data_parallel.data_parallel import DataParallel
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.cuda_graph import ReplayingExecutor
@@ -32,7 +33,7 @@ class Engine:
     """One rank's share of a training run. `observers` receive the times of every action.
 
     `preparation` completes the micro-batches of objectives that compare completions; `reference` is the frozen model
-    that some of them compare with.
+    that some of them compare with. `outer` joins the moves of islands (DiLoCo).
     """
 
     mesh: Mesh
@@ -44,6 +45,8 @@ class Engine:
     rule: UpdateRule
     preparation: PairPreparation | None = field(default=None, init=False)
     reference: "Engine | None" = field(default=None, init=False)
+    outer: OuterOptimizer | None = field(default=None, init=False)
+    island_norm: float = field(default=0.0, init=False)  # of the last gradient, on the ranks of an island alike
     observers: list[Observer] = field(default_factory=list, init=False)
     meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
     balancing: Balancing = field(init=False)
@@ -63,17 +66,18 @@ class Engine:
         decoupled_learning_rate: float | None = None,
         momentum: float | None = None,
         votes: Votes = no_votes,
+        is_last: bool = False,
     ) -> StepResult:
         """One update from this rank's micro-batches, after `num_steps_done` others: steps are counted from 1.
 
         Dropout masks are named by `num_steps_done`. `votes` are asked once the step is computed: numbers of this rank,
-        under the same names on every rank, that are reduced with the sums of the step. `decoupled_learning_rate` is for
-        the word embedding and the output layer, with --decoupled-lr. `momentum` is given where it cycles.
+        under the same names on every rank, reduced with the sums of the step. `decoupled_learning_rate` is that of
+        embedding and head, `momentum` is given where it cycles. An outer step follows where due, and if `is_last`.
         """
         result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
         if not result.skipped:
             with marked(OPTIMIZER):
-                self.clip(result.grad_norm)
+                self.clip(self.island_norm)
                 self.data_parallel.wait_for_offload()
                 self.optimizer.step(
                     learning_rate=learning_rate,
@@ -81,8 +85,10 @@ class Engine:
                     decoupled_learning_rate=decoupled_learning_rate,
                     momentum=momentum,
                 )
-            self.data_parallel.gather_parameters()
             self.balancing.end_step(result.expert_load)
+        joins = self.outer is not None and self.outer.step_if_due(num_steps_done + 1, is_last=is_last)
+        if joins or not result.skipped:
+            self.data_parallel.gather_parameters()
         self.rule.loss_scale.update(overflow=not math.isfinite(result.grad_norm))
         return result
 
@@ -93,12 +99,12 @@ class Engine:
 
         It is multiplied by the loss scale, which `clip` takes out again.
         """
-        weight, scale = weight_of(micro_batches, self.objective, self.mesh), self.rule.loss_scale.scale
+        mesh, names, shapes = self.mesh, self.objective.names, self.balancing.shapes
+        weight, scale = weight_of(micro_batches, self.objective, mesh), self.rule.loss_scale.scale
         local = self._local(micro_batches)
         self.data_parallel.zero()
-        num_sequences = self.mesh.dp.size * sum(len(batch.tokens) for batch in micro_batches)
-        seq_length = micro_batches[0].tokens.shape[1]
-        with self.balancing.of_step(num_sequences, seq_length=seq_length, loss_scale=scale):
+        num_sequences = mesh.dp.size * sum(len(batch.tokens) for batch in micro_batches)
+        with self.balancing.of_step(num_sequences, seq_length=micro_batches[0].tokens.shape[1], loss_scale=scale):
             sums = self.executor.run(
                 self._actions(len(micro_batches)),
                 local,
@@ -107,26 +113,24 @@ class Engine:
                 begin_action=self.data_parallel.begin_action,
                 observers=self.observers,
             )
-        self.arrivals.check(self.mesh.checkpoint_axis)
+        self.arrivals.check(mesh.checkpoint_axis)
         if self.meets_stages:
-            meet_stages(self.mesh)
+            meet_stages(mesh)
         self.data_parallel.finish_reduction()
-        mesh, counted, shapes = self.mesh, self.data_parallel.counted_gradients(), self.balancing.shapes
-        norm = global_norm(counted, mesh.domains, pp=mesh.pp, device=mesh.device)
-        totals = reduce_sums(sums, votes(), norm, objective=self.objective.names, model=shapes, mesh=mesh)
-        metrics = metrics_of(self.objective, totals.objective, weight=weight)
-        metrics |= self.balancing.metrics(totals.model, num_sequences=num_sequences)
-        grad_norm = totals.norm / scale
+        norm = global_norm(self.data_parallel.counted_gradients(), mesh.domains, pp=mesh.pp, device=mesh.device)
+        totals = reduce_sums(sums, votes(), norm, weight=weight, objective=names, model=shapes, mesh=mesh)
+        metrics = metrics_of(self.objective, totals.objective, weight=totals.weight)
+        metrics |= self.balancing.metrics(totals.model, num_sequences=mesh.islands.size * num_sequences)
+        grad_norm = totals.mean_norm / scale
         origin = self.balancing.not_finite(sums, totals.model, mesh)
         self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1, origin=origin)
         skipped = self.rule.skips(grad_norm, step=num_steps_done + 1)
-        load = self.balancing.load(totals.model)
-        return StepResult(metrics, grad_norm, weight, scale, skipped, totals.votes, load)
+        self.island_norm, load = totals.norm / scale, self.balancing.load(totals.model)
+        return StepResult(metrics, grad_norm, totals.weight, scale, skipped, totals.votes, load)
 
     def clip(self, grad_norm: float) -> None:
         """Take the loss scale out of the gradient, and shorten it if it is too long."""
-        factor = self.rule.factor(grad_norm)
-        if factor != 1.0:
+        if (factor := self.rule.factor(grad_norm)) != 1.0:
             self.data_parallel.scale(factor)
 
     @torch.no_grad()
@@ -134,13 +138,13 @@ class Engine:
         """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
         forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
         sums = self.executor.run(forwards, self._local(micro_batches), step=None)
-        totals = reduce_sums(sums, {}, objective=self.objective.names, model={}, mesh=self.mesh)
-        return Totals(totals.objective, weight_of(micro_batches, self.objective, self.mesh))
+        weight = weight_of(micro_batches, self.objective, self.mesh)
+        totals = reduce_sums(sums, {}, weight=weight, objective=self.objective.names, model={}, mesh=self.mesh)
+        return Totals(totals.objective, totals.weight)
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """What this cp rank holds of whole sequences, prepared for the objective."""
-        local = on_rank(micro_batches, self.mesh)
-        return local if self.preparation is None else self.preparation(local)
+        return (self.preparation or list)(on_rank(micro_batches, self.mesh))
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

@@ -147,7 +147,7 @@ def on_rank(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]
 
 
 def weight_of(micro_batches: Sequence[MicroBatch], objective: AnyObjective, mesh: Mesh) -> int:
-    """The divisor of the step's sums, over all data ranks. It is counted and summed on the CPU.
+    """The divisor of the step's sums, over the data ranks of an island. It is counted and summed on the CPU.
 
     cp ranks have the same whole sequences, so only those of dp add up.
     """

@@ -46,7 +46,8 @@ class StepResult(NamedTuple):
     """What a step showed, the same on every rank.
 
     `metrics` are the means of the objective's sums, "loss" among them. `loss_scale` is what the loss was multiplied by;
-    `skipped` says that the gradient overflowed and changed nothing. `votes` are summed over all ranks.
+    `skipped` says that the gradient overflowed and changed nothing. `votes` are summed over all ranks. Of several
+    islands (DiLoCo) `grad_norm` is the mean.
     """
 
     metrics: Mapping[str, float]
@@ -74,13 +75,16 @@ class Totals(NamedTuple):
 class StepSums(NamedTuple):
     """Sums of a step over all ranks: the objective's, those of the model's layers, and the votes of hooks.
 
-    `norm` is that of the gradient, read together with them.
+    `weight` is what divides the objective's. `norm` is that of the gradient of this rank's island, and `mean_norm` the
+    mean of those of all islands; without islands it is the same.
     """
 
     objective: Mapping[str, float]
     model: Mapping[str, Tensor]
     votes: Mapping[str, float]
+    weight: int
     norm: float
+    mean_norm: float
 
 
 def reduce_sums(
@@ -88,6 +92,7 @@ def reduce_sums(
     votes: Mapping[str, float],
     norm: Tensor | None = None,
     *,
+    weight: int,
     objective: Sequence[str],
     model: Mapping[str, tuple[int, ...]],
     mesh: Mesh,
@@ -95,22 +100,26 @@ def reduce_sums(
     """The sums of the objective (scalars) and of the model's layers (tensors of these shapes), and the votes.
 
     Sums differ over data ranks and stages. tp ranks hold the same sums of the objective, so only the first of them
-    contributes; what layers count, each rank counts of its own tokens. `norm`, a scalar that is the same on every rank
-    already (zero if None), is read with the sums: the host waits for the device once a step.
+    contributes; what layers count, each rank counts of its own tokens. `weight`, and `norm` (a scalar, zero if None),
+    are the same on all ranks of an island already: one of these contributes. The host waits for the device once a step.
     """
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     parts = [torch.stack([sums.get(name, zero).double() if mesh.tp.is_first else zero for name in objective])]
     for name, shape in model.items():
         parts.append(sums[name].double().flatten() if name in sums else zero.new_zeros(math.prod(shape)))
     parts.append(torch.tensor(list(votes.values()), dtype=torch.float64).to(mesh.device, non_blocking=True))
-    totals = torch.cat([comm.all_reduce(torch.cat(parts), mesh.world), (zero if norm is None else norm).view(1)]).cpu()
+    own = (zero if norm is None else norm).view(1)
+    if mesh.islands.size > 1:
+        of_island = torch.cat([own.new_full((1,), weight), own])
+        parts.append(of_island if mesh.speaks_for_island else torch.zeros_like(of_island))
+    totals = torch.cat([comm.all_reduce(torch.cat(parts), mesh.world), own]).cpu()
     pieces = iter(totals.split([*(part.numel() for part in parts), 1]))
-    return StepSums(
-        dict(zip(objective, next(pieces).tolist(), strict=True)),
-        {name: next(pieces).view(shape) for name, shape in model.items()},
-        dict(zip(votes, next(pieces).tolist(), strict=True)),
-        next(pieces).item(),
-    )
+    sums_of_objective = dict(zip(objective, next(pieces).tolist(), strict=True))
+    sums_of_model = {name: next(pieces).view(shape) for name, shape in model.items()}
+    sums_of_votes = dict(zip(votes, next(pieces).tolist(), strict=True))
+    *of_islands, (own_norm,) = (piece.tolist() for piece in pieces)
+    weights, norms = of_islands[0] if of_islands else (weight, own_norm)
+    return StepSums(sums_of_objective, sums_of_model, sums_of_votes, int(weights), own_norm, norms / mesh.islands.size)
 
 
 class UpdateRule(NamedTuple):

@@ -21,6 +21,7 @@ from megatronish.checkpoint.folder import (
     publish,
     read_state,
 )
+from megatronish.checkpoint.save import ISLAND, MOMENTUM
 from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import (
     ALONE,
@@ -82,6 +83,8 @@ def tensors_in(folder: Path) -> dict[str, LazyTensor]:
 
 def _no_weight(name: str) -> str | None:
     """Reason why a tensor of a checkpoint is no weight of the model; None for weights."""
+    if name.startswith((ISLAND, MOMENTUM)):
+        return "state of islands: the model is that of their last outer step"
     if not name.startswith(PREFIX):
         return "state of the optimizer, which starts from the beginning"
     if name.endswith(LOAD):

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatronish.parallel.bucketing import CODE_BLOCK
+from megatronish.parallel.bucketing import BYTES_OF_BLOCK, CODE_BLOCK
 
 CodeType = Literal["int8", "int4"]
 LARGEST_CODE: dict[str, int] = {"int8": 127, "int4": 7}
@@ -18,7 +18,7 @@ _AT_ONCE = 1 << 20  # elements: temporary memory stays small against what is sen
 
 
 def encode(blocks: Tensor, dtype: str, into: Tensor) -> None:
-    """fp32 [n, CODE_BLOCK] -> uint8 [n, bytes of a block]."""
+    """fp32 [n, CODE_BLOCK] -> uint8 [n, bytes of a block], written there."""
     rows = _AT_ONCE // CODE_BLOCK
     for first in range(0, len(blocks), rows):
         part, sent = blocks[first : first + rows], into[first : first + rows]
@@ -30,6 +30,20 @@ def encode(blocks: Tensor, dtype: str, into: Tensor) -> None:
         else:
             sent[:, :-_SCALE_BYTES] = codes.to(torch.int8).view(torch.uint8)
         sent[:, -_SCALE_BYTES:] = scale.view(torch.uint8)
+
+
+def encoded(blocks: Tensor, dtype: str) -> Tensor:
+    """fp32 [n, CODE_BLOCK] -> uint8 [n, bytes of a block], a new tensor."""
+    sent = torch.empty(len(blocks), BYTES_OF_BLOCK[dtype], dtype=torch.uint8, device=blocks.device)
+    encode(blocks, dtype, sent)
+    return sent
+
+
+def decoded(sent: Tensor, dtype: str) -> Tensor:
+    """uint8 [n, bytes of a block] -> fp32 [n, CODE_BLOCK], a new tensor."""
+    blocks = torch.zeros(len(sent), CODE_BLOCK, device=sent.device)
+    add_decoded(sent, dtype, blocks)
+    return blocks
 
 
 def add_decoded(sent: Tensor, dtype: str, into: Tensor) -> None:

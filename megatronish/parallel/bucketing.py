@@ -1,6 +1,6 @@
-"""Which tensors share a buffer: parameters in gradient buckets, with their padding, and matrices in rounds of Muon."""
+"""Which tensors share a buffer: parameters in gradient buckets, matrices in rounds of Muon, moves of an outer step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 MAX_PENDING = 2
@@ -45,8 +45,46 @@ def cut_into_buckets(sizes: Sequence[int], bucket_size: int) -> Iterator[range]:
 
 CODE_BLOCK = 128
 """Elements that share a scale where they are sent as codes; a multiple of 2, as a byte has two codes of 4 bits."""
+MOST_MOVED = 2**22
+"""Elements that are exchanged together, or nearly twice as many: the device has little room after a step."""
 BYTES_OF_BLOCK = {"int8": CODE_BLOCK + 4, "int4": CODE_BLOCK // 2 + 4}
 """Bytes of the codes of a block and of its scale."""
+
+
+class MovedPart(NamedTuple):
+    """Elements `begin` to `end` of what a rank keeps of a parameter."""
+
+    name: str
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return self.end - self.begin
+
+
+def moves_together(sizes: Mapping[str, int], tied: Collection[str], bucket_size: int) -> Iterator[list[MovedPart]]:
+    """Parameters of a domain whose moves an outer step exchanges together, large ones in parts; a tied one is alone.
+
+    With three islands or more the order of a sum may depend on the place in a buffer, and the two stages that hold a
+    tied parameter must get the same bits.
+    """
+    most = rounded_up(min(bucket_size, MOST_MOVED), CODE_BLOCK)
+    parts = [
+        MovedPart(name, begin, min(begin + most, size))
+        for name, size in sizes.items()
+        for begin in range(0, size, most)
+    ]
+    yield from ([part] for part in parts if part.name in tied)
+    others = [part for part in parts if part.name not in tied]
+    for numbers in cut_into_buckets([part.size for part in others], most):
+        yield [others[number] for number in numbers]
+
+
+def num_code_blocks(sizes: Sequence[int], *, islands: int) -> int:
+    """Blocks of moves of these sizes: each begins with one of its own, and every island has as many of them."""
+    return rounded_up(sum(-(-size // CODE_BLOCK) for size in sizes), islands)
 
 
 def offsets(sizes: Sequence[int], alignment: int) -> Iterator[int]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,15 +51,19 @@ class Domain:
     """Reduction domain: the groups of ranks that sum the gradients of some parameters. A `Sharding` names its domain.
 
     The ranks of `shard` share what ZeRO shards (one rank without ZeRO), those of `replicate` hold copies of it;
-    together they are all data ranks of the domain (dp x cp). `model` has the axes that may cut a parameter, by name.
+    together they are the data ranks of the domain (dp x cp). `model` has the axes that may cut a parameter, by name.
     `embedding` joins the first and the last pipeline stage where both hold a tied embedding. `device_mesh` is `shard`
     as torch's `fully_shard` wants it, with ZeRO-3. `secondary` are those neighbours on `shard` that keep among
     themselves what was gathered (hpZ), and `secondary_mesh` is `shard` cut into such neighbours.
+
+    With an outer optimizer (DiLoCo) `shard` and `replicate` are the data ranks of one island alone, and `islands` are
+    the ranks that keep the same elements in every island: between two outer steps, with other values.
     """
 
     name: str = "dense"
     shard: Axis = field(default_factory=partial(Axis, "shard"))
     replicate: Axis = field(default_factory=partial(Axis, "replicate"))
+    islands: Axis = field(default_factory=partial(Axis, "islands"))
     model: Mapping[str, Axis] = field(default_factory=dict)
     embedding: Axis = field(default_factory=partial(Axis, "embedding"))
     device_mesh: DeviceMesh | None = None
@@ -105,6 +109,9 @@ class Mesh:
     group, so no two directions may share one. `checkpoint_axis` is the world once more, over gloo: checkpoints are
     written by a thread in the background of training, and what two threads send through one group would be mixed up.
 
+    `dp` are the data ranks of this rank's island, with an outer optimizer: the number of islands times its size is that
+    of the layout.
+
     On GPUs `world` moves tensors of the GPU and of the CPU, `dp` and `checkpoint_axis` those of the CPU, and every
     other axis those of the GPU: a group of gloo connects each of its ranks with each, when it is made.
     """
@@ -149,7 +156,8 @@ class Mesh:
             backend=backend,
             timeout_minutes=parallel.distributed_timeout_minutes,
             zero_stage=parallel.zero,
-            copies=parallel.num_distributed_optimizer_instances,
+            copies=parallel.num_copies,
+            islands=parallel.num_islands,
             secondary=parallel.zero_hpz_partition_size,
             embedding_stages=(placement[0].stage, placement[-1].stage),
             # Two chunks a stage, where a schedule takes any number, already go round on every line of more.
@@ -171,6 +179,7 @@ class Mesh:
         timeout_minutes: float = 10.0,
         zero_stage: int = 0,
         copies: int = 1,
+        islands: int = 1,
         secondary: int | None = None,
         embedding_stages: tuple[int, int] = (0, -1),
         lines: Collection[tuple[Kind, bool]] = EVERY_LINE,
@@ -180,9 +189,9 @@ class Mesh:
         """Join the run's process group and make the groups of `layout`; no group at all for a single process.
 
         `init_method` is `env://` or `file://PATH`, as torch.distributed has it; a `store` that is open takes its place.
-        `copies` groups shard what ZeRO shards, and `secondary` neighbours of each keep what was gathered. The first and
-        the last position of the model are on `embedding_stages`; `lines` are those of `p2p_axes`. `experts` is the grid
-        of a model with experts, on the same ranks.
+        In each of `islands` `copies` groups shard what ZeRO shards, and `secondary` neighbours of each keep what was
+        gathered. The ends of the model are on `embedding_stages`; `lines` are those of `p2p_axes`. `experts` is the
+        grid of a model with experts, on the same ranks.
         """
         layout, record, device = layout or Layout(), record or RankRecord(), device or torch.device("cpu")
         timeout, kept_over = timedelta(minutes=timeout_minutes), (secondary or 0) * layout.tp
@@ -192,12 +201,11 @@ class Mesh:
         elif zero_stage == 3:  # fully_shard needs a group even of a single process
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         everyone = tuple(range(layout.world_size))
-        world = _world(everyone, rank, record)
         axis = partial(new_axis, rank=rank, timeout=timeout, backend=backend_of(device.type, backend), record=record)
-        stages, (first, last) = layout.groups("pp"), embedding_stages
+        stages, (first, last), shares = layout.groups("pp"), embedding_stages, (zero_stage, islands, copies, kept_over)
         tp = axis("tp", layout.groups("tp"))
         embedding = axis("embedding", [[ranks[first], ranks[last]] for ranks in stages if ranks[first] != ranks[last]])
-        domain = partial(_domain, zero_stage=zero_stage, copies=copies, kept_over=kept_over, axis=axis, device=device)
+        domain = partial(_domain, shares=DataShares(*shares), axis=axis, device=device)
         domains = {"dense": domain("dense", layout.groups("dp", "cp"), model={"tp": tp}, embedding=embedding)}
         if experts is not None:
             groups = layout.expert_groups(experts)
@@ -207,10 +215,10 @@ class Mesh:
             layout=layout,
             coordinates=layout.coordinates(rank),
             device=device,
-            world=world,
+            world=_world(everyone, rank, record),
             checkpoint_axis=axis("checkpoint", [everyone], backend=backend_of("cpu", backend, otherwise="gloo")),
             pp=axis("pp", stages),
-            dp=axis("dp", layout.groups("dp"), backend=backend_of("cpu", backend)),
+            dp=axis("dp", _in_rows(layout.groups("dp"), islands), backend=backend_of("cpu", backend)),
             cp=axis("cp", layout.groups("cp")),
             tp=tp,
             embedding_axis=embedding,
@@ -224,6 +232,16 @@ class Mesh:
     def is_main(self) -> bool:
         """Whether this is the rank that speaks for all."""
         return self.world.rank == 0
+
+    @property
+    def islands(self) -> Axis:
+        """The ranks in this rank's place of every island, and the number of its own; one island without outer steps."""
+        return self.domains["dense"].islands
+
+    @property
+    def speaks_for_island(self) -> bool:
+        """Whether this rank is the one that says what all ranks of its island know."""
+        return all(axis.is_first for axis in (self.pp, self.dp, self.cp, self.tp))
 
     def with_domain(self, domain: Domain) -> "Mesh":
         """The same mesh with one more reduction domain."""
@@ -288,22 +306,32 @@ def _world(ranks: tuple[int, ...], rank: int, record: RankRecord) -> Axis:
     return Axis("world", len(ranks), rank, ranks, dist.group.WORLD, record.line("world", ranks))
 
 
+class DataShares(NamedTuple):
+    """How the data ranks of a domain are cut: into `islands` in a row, with ZeRO each into `copies` groups that shard.
+
+    Of every `kept_over` ranks in a row, of the whole stage, those of a group keep what it has gathered; 0: none do.
+    """
+
+    zero_stage: int
+    islands: int
+    copies: int
+    kept_over: int
+
+
 def _domain(
     name: str,
     groups: Sequence[Sequence[int]],
     *,
-    zero_stage: int,
-    copies: int,
-    kept_over: int,
+    shares: DataShares,
     axis: partial[Axis],
     device: torch.device,
     **model: Any,
 ) -> Domain:
-    """Data ranks `groups` of a domain; with ZeRO, in `copies` groups of neighbours that shard what ZeRO shards.
-
-    Of every `kept_over` ranks in a row, of the whole stage, those of a group keep what it has gathered; 0: none do.
-    `model` are other fields of the domain.
-    """
+    """Data ranks `groups` of a domain, and other fields of it, `model`."""
+    zero_stage, islands, copies, kept_over = shares
+    size = len(groups[0]) // islands
+    model["islands"] = axis("islands", [ranks[i::size] for ranks in groups for i in range(size)])
+    groups = _in_rows(groups, islands)
     if zero_stage == 0:
         return Domain(name, replicate=axis("replicate", groups), **model)
     size = len(groups[0]) // copies
@@ -317,6 +345,11 @@ def _domain(
     number = kept_over // (groups[0][1] - groups[0][0])  # apart lie ranks that hold the same
     neighbours = axis("secondary", [ranks[i : i + number] for ranks in shards for i in range(0, size, number)])
     return replace(found, secondary=neighbours, secondary_mesh=_cut(shard, neighbours, device))
+
+
+def _in_rows(groups: Sequence[Sequence[int]], number: int) -> list[Sequence[int]]:
+    """Each group cut into `number` rows of neighbours."""
+    return [ranks[i : i + len(ranks) // number] for ranks in groups for i in range(0, len(ranks), len(ranks) // number)]
 
 
 def _cut(shard: Axis, neighbours: Axis, device: torch.device) -> DeviceMesh:

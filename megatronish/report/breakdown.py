@@ -29,7 +29,7 @@ LINES = ("F up", "F down", "B up", "B down")  # of the pipeline
 AXES = {
     "tp": ("tp",),
     "cp": ("cp",),
-    "dp": ("dp", "data", "shard", "secondary", "replicate"),
+    "dp": ("dp", "data", "shard", "secondary", "replicate", "islands"),
     "pp": ("pp", "embedding", *LINES),
     "ep": ("ep", "etp"),
 }

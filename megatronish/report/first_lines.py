@@ -13,12 +13,14 @@ from megatronish.core.errors import without_passwords
 from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.costs.memory import bytes_of_uneven_load, expected_memory
 from megatronish.estimate.costs.memory_table import format_bytes, memory_table
+from megatronish.estimate.costs.outer_traffic import bytes_to_islands
 from megatronish.estimate.costs.parameters import (
     num_active_parameters,
     num_parameters,
     parameters_of_adapter,
     parameters_of_stage,
 )
+from megatronish.estimate.costs.traffic import why_no_traffic
 from megatronish.estimate.planner.disk_room import disk_lines
 from megatronish.estimate.room import note_on_room
 from megatronish.formats.load_sharded import open_hf
@@ -29,6 +31,7 @@ from megatronish.ops.library import load_kernels
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.specs.adapter_targets import adapted_sections
 from megatronish.specs.costs import DeviceType
 from megatronish.specs.layers import layer_specs
@@ -102,6 +105,7 @@ def first_lines(
         memory_table(
             expected_memory(config, loads, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
         ),
+        *_islands(config, loads, vocab_size),
         *disk_lines(config, vocab_size=vocab_size, device=device, place=place_from_environment()),
         *_experts(config, partial(bytes_of_uneven_load, config, loads, vocab_size=vocab_size, device=device_type)),
         *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),
@@ -117,6 +121,23 @@ def _adapters(config: Config, vocab_size: int) -> list[str]:
     table = adapter_table(config, num_parameters=number)
     base = config.checkpoint.load_hf or config.checkpoint.load
     return [f"{config.adapter.adapter_type} of the frozen model {base}:", table]
+
+
+def _islands(config: Config, loads: Sequence[StageLoad], vocab_size: int) -> list[str]:
+    """How many islands there are (DiLoCo), and what a device sends to the others in an outer step at most."""
+    parallel = config.parallel
+    if parallel.outer_optimizer is None:
+        return []
+    said = (
+        f"islands: {parallel.num_islands}, joined after every {parallel.outer_interval} steps by Nesterov SGD, lr "
+        f"{parallel.outer_lr:g}, momentum {parallel.outer_momentum:g}"
+    )
+    if parallel.num_islands == 1:
+        return [f"{said}; --dp-replicate N makes N of the data ranks"]
+    if why_no_traffic(config) is not None:
+        return [said]
+    most = max(bytes_to_islands(config, load, stage, vocab_size=vocab_size) for stage, load in enumerate(loads))
+    return [f"{said}; a device then sends {format_bytes(most)} in {parallel.outer_move_dtype} to other islands"]
 
 
 def _compiler(config: Config, device_type: DeviceType) -> list[str]:

@@ -1,13 +1,21 @@
 """The checkpoint of a run: the tensors of a rank, the facts and the position in state.json, and their validity."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatronish.checkpoint.folder import STATE, DamagedError, read_state
 from megatronish.checkpoint.remote import Location
-from megatronish.checkpoint.save import model_tensors, optimizer_tensors, state_tensors
+from megatronish.checkpoint.save import (
+    ISLAND,
+    MOMENTUM,
+    global_tensors,
+    model_tensors,
+    optimizer_tensors,
+    state_tensors,
+)
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, with_fields
@@ -24,13 +32,58 @@ LARGEST_COUNT = 2**62
 
 
 def tensors_of(engine: Engine, *, with_optimizer: bool) -> dict[str, GlobalTensor]:
-    """Tensors of this rank as a checkpoint has them, by name: of a model with adapters, those of the adapters."""
+    """Tensors of this rank as a checkpoint has them, by name: of a model with adapters, those of the adapters.
+
+    With an outer optimizer the outer parameters are the model, and what this rank's island has of its own comes with
+    the optimizer: without it, islands start from the outer parameters (`OuterOptimizer.restart`).
+    """
     tensors = _model_tensors(engine)
     if engine.stage.is_adapted:
         tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
-    if with_optimizer:
-        tensors |= optimizer_tensors(engine.optimizer, engine.stage.shardings, engine.mesh.domains)
-    return tensors
+    if not with_optimizer:
+        return tensors
+    shardings, domains, outer, island = engine.stage.shardings, engine.mesh.domains, engine.outer, ""
+    if outer is not None:
+        island, shards = f"{ISLAND}{engine.mesh.islands.rank}.", engine.data_parallel.shards
+        momenta = {name: momentum for name, (_, momentum) in outer.state.items()}
+        tensors |= global_tensors(MOMENTUM, momenta, shards, shardings, domains)
+        tensors |= global_tensors(f"{island}model", outer.masters, shards, shardings, domains, of_island=True)
+    return tensors | optimizer_tensors(engine.optimizer, shardings, domains, island=island)
+
+
+class FromIslands(NamedTuple):
+    """Tensors of a rank under the names that a checkpoint of so many islands has them, and what is left to do.
+
+    `restarts`: this rank's island is none of the checkpoint's, and starts from the outer parameters.
+    """
+
+    tensors: dict[str, GlobalTensor]
+    restarts: bool
+
+
+def from_islands(tensors: dict[str, GlobalTensor], engine: Engine, *, saved: int | None) -> FromIslands:
+    """What this rank reads of a checkpoint of `saved` islands; None: of a run without an outer optimizer.
+
+    An island that was there continues with what was its own. A new one starts from the outer parameters, with the
+    optimizer states of one that was there: states of zeros would make Adam's first steps several times as long. A run
+    without an outer optimizer takes the outer parameters, and the states of the first island.
+    """
+    if engine.outer is None:
+        prefix = "" if saved is None else f"{ISLAND}0."
+        named = {f"{prefix}{name}" if name.startswith("optimizer.") else name: each for name, each in tensors.items()}
+        return FromIslands(named, restarts=False)
+    number = engine.mesh.islands.rank
+    own = f"{ISLAND}{number}."
+    if saved is not None and number < saved:
+        return FromIslands(tensors, restarts=False)
+    prefix = "" if saved is None else f"{ISLAND}{number % saved}."
+    found = {}
+    for name, each in tensors.items():
+        if name.startswith(f"{own}optimizer."):
+            found[f"{prefix}{name.removeprefix(own)}"] = each
+        elif not name.startswith(own) and not (saved is None and name.startswith(MOMENTUM)):
+            found[name] = each
+    return FromIslands(found, restarts=True)
 
 
 def base_tensors_of(engine: Engine) -> dict[str, GlobalTensor]:
@@ -40,7 +93,13 @@ def base_tensors_of(engine: Engine) -> dict[str, GlobalTensor]:
 
 def _model_tensors(engine: Engine) -> dict[str, GlobalTensor]:
     shardings, domains = engine.stage.shardings, engine.mesh.domains
-    tensors = model_tensors(engine.data_parallel.shards, shardings, domains)
+    shards, outer = engine.data_parallel.shards, engine.outer
+    if outer is not None:
+        shards = {
+            name: replace(shard, master=outer.state[name].parameter) if name in outer.state else shard
+            for name, shard in shards.items()
+        }
+    tensors = model_tensors(shards, shardings, domains)
     return tensors | state_tensors(engine.stage.model.state(), domains["dense"])
 
 
@@ -51,6 +110,7 @@ def num_not_finite(engine: Engine) -> int:
     memory, and one number is summed over the world. Replicas are counted too.
     """
     own = [each.local for each in tensors_of(engine, with_optimizer=False).values()]
+    own += [] if engine.outer is None else list(engine.outer.masters.values())
     # NaN goes through a minimum and a maximum, and both take no memory, other than torch.isfinite of a whole tensor.
     # Masters that are offloaded lie on the CPU, what no optimizer updates (the biases of routers) on the device.
     extremes: dict[torch.device, list[Tensor]] = {}
@@ -100,12 +160,18 @@ def _is_valid(state: dict[str, Any]) -> bool:
         and "model" in config
         and type(config.get("training", {}).get("seq_length")) is int
         and all(type(count) is int and 0 <= count < LARGEST_COUNT for count in counts)
+        and _is_count(state.get("islands"))
         and isinstance(scale, dict)
         and (not scale or scale.keys() >= LOSS_SCALE)
         and all(type(number) in (int, float) and abs(number) < LARGEST_COUNT**2 for number in scale.values())
         and isinstance(state.get("origin", {}), dict)
         and _are_hook_states(state.get("hooks", {}))
     )
+
+
+def _is_count(islands: Any) -> bool:
+    """Whether there are so many islands, or none."""
+    return islands is None or (type(islands) is int and 0 < islands < LARGEST_COUNT)
 
 
 def _are_hook_states(states: Any) -> bool:

@@ -22,6 +22,7 @@ from megatronish.checkpoint.folder import (
 from megatronish.checkpoint.load import load_tensors, offering_another
 from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
 from megatronish.checkpoint.replicated.copies import NearbyCopies
+from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.portable import TOKENIZER_PATHS, with_copies
 from megatronish.config.sections.run import CheckpointConfig
 from megatronish.core.errors import UserError
@@ -34,7 +35,7 @@ from megatronish.optim.schedules import LearningRateSchedule
 from megatronish.parallel.all_or_none import all_or_none, from_one, same_on_all
 from megatronish.parallel.mesh import Axis
 from megatronish.train.base_model import Base, load_base, refuse_adapters, refuse_other_base, refuse_other_reference
-from megatronish.train.checkpoint_state import read_run, saved_schedule, tensors_of
+from megatronish.train.checkpoint_state import FromIslands, from_islands, read_run, saved_schedule, tensors_of
 from megatronish.train.folder import differences, refuse_other_function, refuse_other_run
 from megatronish.train.own_files import other_tokenizer
 from megatronish.train.setup import TrainingJob
@@ -134,6 +135,15 @@ def begin(
     return Begun(progress, saved.get("origin", {}), hooks, schedule, base, copy is None, newest)
 
 
+def _say_islands(saved: int | None, number: int, say: Callable[[str], None]) -> None:
+    """Print what becomes of islands that are new, or no longer there."""
+    new, lost = number - (saved or 0), (saved or 0) - number
+    if new > 0:
+        say(f"{new} of {number} islands are new, and start from the outer parameters")
+    if lost > 0:
+        say(f"{lost} of {saved} islands are left out, and what they have learned since the last outer step with them")
+
+
 def _say_changes(state: dict[str, Any], job: TrainingJob, checkpoint: Location, say: Callable[[str], None]) -> None:
     """Print in what the config, and the tokenizer, differ from those of the checkpoint."""
     facts, names = job.facts, [f"data.{name}" for name in TOKENIZER_PATHS]
@@ -144,6 +154,8 @@ def _say_changes(state: dict[str, Any], job: TrainingJob, checkpoint: Location, 
         say("changed since: " + "; ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items()))
     before = with_copies(state, checkpoint)["data"] if isinstance(checkpoint, Path) else state["config"]["data"]
     paths = [next(filter(None, map(data.get, TOKENIZER_PATHS)), None) for data in (before, facts["config"]["data"])]
+    if job.config.parallel.outer_optimizer is not None:
+        _say_islands(state.get("islands"), job.config.parallel.num_islands, say)
     if told := other_tokenizer(state, facts, before=paths[0], given=paths[1]):
         say(told)
 
@@ -186,12 +198,12 @@ def resume(
     if with_optimizer:
         _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
     # 2. Tensors of this rank's layout, in place.
-    tensors = tensors_of(engine, with_optimizer=with_optimizer)
+    tensors, restarts = _named(engine, state, with_optimizer=with_optimizer)
     if weights_only:  # a run counts the choices of its routers anew, and converted weights have no counts
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(native.LOAD)}
     load_tensors(checkpoint, tensors, mesh=mesh, is_shared=is_shared)
     # 3. Masters were loaded: the parameters that forwards read, frozen ones included, are copies of them.
-    engine.data_parallel.gather_parameters(frozen=True)
+    _take_loaded(engine, restarts=restarts)
     if weights_only:
         return Progress()
     # 4. Counters that belong to the tensors: without them Adam's bias correction would begin again.
@@ -202,6 +214,14 @@ def resume(
     return Progress(
         state["step"], state["consumed_samples"], state.get("skipped_steps", 0), state.get("skipped_samples", 0)
     )
+
+
+def _named(engine: Engine, state: dict[str, Any], *, with_optimizer: bool) -> FromIslands:
+    """Tensors of this rank, named as in the checkpoint of this state."""
+    tensors = tensors_of(engine, with_optimizer=with_optimizer)
+    if not with_optimizer:
+        return FromIslands(tensors, restarts=True)
+    return from_islands(tensors, engine, saved=state.get("islands"))
 
 
 def _refuse_other_optimizer(checkpoint: Location, saved: str | None, engine: Engine) -> None:
@@ -299,9 +319,12 @@ def _copy(
     goes_back = _names_step(keep, own) and not seen.is_back
     if copies is None or (goes_back and not launch):
         return None
-    tensors = tensors_of(engine, with_optimizer=not keep.no_load_optim)
+
+    def named(state: dict[str, Any]) -> dict[str, GlobalTensor]:
+        return _named(engine, state, with_optimizer=not keep.no_load_optim).tensors
+
     than = seen.checkpoint if seen.has_begun else None
-    return copies.fetch_newest(tensors, than=than, launch=launch if goes_back else None)
+    return copies.fetch_newest(named, than=than, launch=launch if goes_back else None)
 
 
 def _names_step(keep: CheckpointConfig, own: Location) -> bool:
@@ -323,9 +346,16 @@ def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], 
         return Begun(Progress(), dict(description.origin), {}, job.schedule)
 
     begun = all_or_none(engine.mesh.checkpoint_axis, read)
-    engine.data_parallel.gather_parameters(frozen=True)
+    _take_loaded(engine)
     say(f"took the weights of {load}: {FROM_THE_START}")
     return begun
+
+
+def _take_loaded(engine: Engine, *, restarts: bool = True) -> None:
+    """Have the model compute with what was loaded; an island that `restarts` begins with the outer parameters."""
+    if restarts and engine.outer is not None:
+        engine.outer.restart()
+    engine.data_parallel.gather_parameters(frozen=True)
 
 
 def _upcycled(job: TrainingJob, engine: Engine, checkpoint: Location | None, say: Callable[[str], None]) -> Begun:
@@ -352,6 +382,6 @@ def _upcycled(job: TrainingJob, engine: Engine, checkpoint: Location | None, say
         return Begun(Progress(), dict(description.origin), {}, job.schedule)
 
     begun = all_or_none(engine.mesh.checkpoint_axis, read)
-    engine.data_parallel.gather_parameters(frozen=True)
+    _take_loaded(engine)
     say(f"made experts of the MLPs of {source}, routers are drawn: {FROM_THE_START}")
     return begun

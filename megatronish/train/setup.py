@@ -223,8 +223,7 @@ class TrainingJob:
 
     def batches_of(self, dataset: Dataset) -> Callable[[int, int], list[MicroBatch]]:
         """(consumed samples, global batch size) -> this rank's micro-batches of that step, pinned for a GPU."""
-        dp = self.mesh.dp
-        share = BatchShare(dp.rank, dp.size, self.config.training.micro_batch_size)
+        share = BatchShare.of(self.mesh, self.config.training.micro_batch_size)
         of_rows, multiple = Collator.of(self.config.data, eod=self.tokenizer.eod), places_together(self.config)
         pin_memory = self.mesh.device.type == "cuda" and torch.cuda.is_available()
 

@@ -220,6 +220,7 @@ class Trainer:
                     decoupled_learning_rate=rates.decoupled,
                     momentum=rates.momentum,
                     votes=self._votes,
+                    is_last=before.step + 1 == schedule.num_steps,
                 )
             # 2. The parameters have not changed yet, so the same step can be computed again, to find where it begins;
             # on all ranks, as that communicates.

@@ -9,6 +9,8 @@ A trace has the Loss, gradient norm and metrics of every step; and, to locate a 
 squares of every layer's output for every sample, and the sum of squares of every parameter's gradient. Of a model with
 experts also the choices of every token, which another run replays: one token that rounding sends to another expert
 would change gradients by 5e-3, and hide every other difference.
+
+Of a run with islands (DiLoCo) the other run has as many islands, each of one process.
 """
 
 import json
@@ -200,8 +202,10 @@ def trace_rank(config: Config, num_steps: int, folder: Path, replayed: dict[str,
         result = trainer.step(trainer.prepare(consumed, trainer.schedule.batch_size.at(consumed))).result
         recorded.steps.append((result.loss, result.grad_norm))
         recorded.metrics.append(dict(result.metrics))
-        recorded.exact.update({f"{step}/{name}": [values] for name, values in _exact(engine, result).items()})
-        recorded.gradients.update({f"{step}/{name}": squares for name, squares in _gradient_squares(engine).items()})
+        of_island = f" of island {mesh.islands.rank}" if mesh.islands.size > 1 else ""
+        exact, gradients = _exact(engine, result).items(), _gradient_squares(engine).items()
+        recorded.exact.update({f"{step}/{name}{of_island}": [values] for name, values in exact})
+        recorded.gradients.update({f"{step}/{name}{of_island}": squares for name, squares in gradients})
     (folder / f"trace_{place.rank}.json").write_text(json.dumps(recorded))
     comm.barrier(mesh.world)
     leave()
@@ -251,7 +255,10 @@ WIDTHS = (5, 14, 18, 11, 18, 18, 11)  # of the columns, at least
 
 
 def serial(config: Config) -> Config:
-    """The config of the same run in one process: the same global batch, in micro-batches of the same size."""
+    """The config of the same run in one process, or in one for each island.
+
+    It has the same global batch, in micro-batches of the same size.
+    """
     parallel = replace(
         config.parallel,
         tensor_model_parallel_size=1,
@@ -259,7 +266,7 @@ def serial(config: Config) -> Config:
         context_parallel_size=1,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
-        data_parallel_size=1,
+        data_parallel_size=config.parallel.num_islands,
         sequence_parallel=False,
         pipeline_schedule="1f1b",
         num_layers_per_virtual_pipeline_stage=None,
@@ -268,7 +275,7 @@ def serial(config: Config) -> Config:
         decoder_last_pipeline_num_layers=None,
         use_distributed_optimizer=False,
         zero_stage=None,
-        num_distributed_optimizer_instances=1,
+        num_distributed_optimizer_instances=config.parallel.num_islands,
         zero_hpz_partition_size=None,
         optimizer_cpu_offload=False,
         param_cpu_offload=False,

@@ -363,6 +363,8 @@ def test_a_run_refuses_what_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
         {"step": 10**30},
         {"consumed_samples": 10**30},
         {"consumed_samples": -1},
+        {"islands": 0},
+        {"islands": "2"},
         {"optimizer_steps": True},
         {"skipped_steps": "x"},
         {"skipped_samples": 0.5},

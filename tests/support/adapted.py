@@ -17,4 +17,7 @@ def draw_adapters(engine: Engine) -> None:
                 shape = engine.stage.shardings[name].shape
                 values = normal_rectangle(shape, piece.global_offset, piece.sizes, names=("test", name))
                 piece.view(shard.master).data.add_(0.02 * values)
+    if engine.outer is not None:  # the outer parameters are these, too
+        for name, (outer, _) in engine.outer.state.items():
+            outer.copy_(engine.outer.masters[name])
     engine.data_parallel.gather_parameters()

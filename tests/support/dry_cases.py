@@ -338,6 +338,16 @@ SINGLE = [
         *("--tp 2 --zero-stage 3 --ep 2 --etp 1", 4),
         num_layers=4,
     ),
+    SingleCase(
+        *("islands", "llama"),
+        "--outer-optimizer nesterov --outer-interval 1 --outer-move-dtype int8 --dp-replicate 2",
+        dp=4,
+    ),
+    SingleCase(
+        *("islands offloaded", "gpt", "--outer-optimizer nesterov --dp-replicate 2 --optimizer-cpu-offload"),
+        *("--zero-stage 2", 4),
+        more_waits={"parallel/data_parallel/zero.py": 1},
+    ),
     # torch waits for each gradient of a micro-batch; what is summed over other axes goes to the device and back.
     SingleCase(
         *("parameters on the host", "llama", "--param-cpu-offload", "--tp 2 --sequence-parallel --zero-stage 3"),

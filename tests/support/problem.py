@@ -77,6 +77,9 @@ class Spread:
     secondary: int | None = None
     """Neighbours that keep what ZeRO-3 has gathered (hpZ)."""
     on_disk: bool = False
+    outer_interval: int | None = None
+    """Steps between two outer steps, of as many islands as there are copies (DiLoCo)."""
+    outer_move_dtype: str = "fp32"
     ep: int = 1
     etp: int | None = None
     compile: str | None = None
@@ -108,6 +111,9 @@ class Spread:
             ddp_bucket_size=3000,  # a few parameters: every rank has several buckets
             zero_stage=self.zero,  # type: ignore[arg-type]
             num_distributed_optimizer_instances=self.copies,
+            outer_optimizer=None if self.outer_interval is None else "nesterov",
+            outer_interval=self.outer_interval or 500,
+            outer_move_dtype=self.outer_move_dtype,  # type: ignore[arg-type]
             zero_hpz_partition_size=self.secondary,
             optimizer_cpu_offload=self.offload == "optimizer",
             param_cpu_offload=self.offload == "parameters",

@@ -9,7 +9,7 @@ own ranks; files that are damaged leave the list, and the vote is repeated.
 import hashlib
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -247,9 +247,15 @@ class NearbyCopies:
         return cls(nearby, save_place, lock)
 
     def fetch_newest(
-        self, tensors: dict[str, GlobalTensor], *, than: Location | None, launch: str | None = None
+        self,
+        tensors: Callable[[dict[str, Any]], dict[str, GlobalTensor]],
+        *,
+        than: Location | None,
+        launch: str | None = None,
     ) -> Path | None:
         """Folder of the newest whole copy: a checkpoint with those files on this host in which `tensors` lie.
+
+        These are asked for by its state.
 
         None if there is none whose state was taken after that of the checkpoint `than`: one that is uploaded slowly is
         there later than copies of the steps after it. With `launch` it is one that this launch has made. None, too, if
@@ -263,7 +269,7 @@ class NearbyCopies:
             return None
         try:
             folder = fetch_small(self.nearby, copy)
-            fetch_tensors(self.nearby, copy, tensors)
+            fetch_tensors(self.nearby, copy, tensors(all_or_none(axis, partial(read_state, folder))))
         except OSError as error:  # on all ranks, as on a host that has no room for the files of a lost one
             why = f"the copy nearby {self.nearby.folder / copy.name} cannot be put together: {error.strerror or error}"
             if than is None:

@@ -3,7 +3,7 @@
 import math
 
 from megatronish.config.config import Config
-from megatronish.config.fields import one_of
+from megatronish.config.fields import FIELDS, one_of
 from megatronish.config.rules.rule import MESH, ConfigRule, divide
 from megatronish.parallel.schedules.table import SCHEDULES
 
@@ -119,6 +119,14 @@ def _zero(config: Config) -> str | None:
 def _copies(config: Config) -> str | None:
     copies, dp, cp = config.parallel.num_distributed_optimizer_instances, config.layout.dp, config.layout.cp
     setting = f"num_distributed_optimizer_instances={copies}"
+    if config.parallel.outer_optimizer is not None:
+        if dp % copies == 0:
+            return None
+        sizes = [size for size in range(1, dp + 1) if dp % size == 0]
+        return (
+            f"{setting} islands of outer_optimizer={config.parallel.outer_optimizer} must divide "
+            f"data_parallel_size={dp}, as an island has whole sequences; use --dp-replicate {one_of(sizes)}"
+        )
     if copies > 1 and config.parallel.zero == 0:
         return f"{setting} groups of ranks share nothing with zero_stage=0; add --zero-stage 1, 2 or 3, or leave it out"
     if dp * cp % copies == 0:
@@ -205,9 +213,50 @@ def _offload_folder(config: Config) -> str | None:
     return None
 
 
+def _outer(config: Config) -> str | None:
+    """Complaint about settings of an outer step that there is not, or that does not know what an island keeps."""
+    parallel, model = config.parallel, config.model
+    if parallel.outer_optimizer is None:
+        given = [name for name in _OUTER if getattr(parallel, name) != FIELDS[name].default]
+        if not given:
+            return None
+        return (
+            f"{given[0]}={getattr(parallel, given[0])} is of an outer step, and there is none; add --outer-optimizer "
+            f"nesterov, or leave {FIELDS[given[0]].flag} out"
+        )
+    if config.checkpoint.no_save_optim:
+        return (
+            f"no_save_optim leaves out what an island of outer_optimizer={parallel.outer_optimizer} has of its own, "
+            "and so what it has learned since the last outer step; leave --no-save-optim out"
+        )
+    if model.num_experts is None:
+        return None
+    if model.moe_router_enable_expert_bias:
+        return (
+            f"outer_optimizer={parallel.outer_optimizer} joins what gradients have moved, and the biases of "
+            "moe_router_enable_expert_bias move by counts, in each island otherwise; balance experts by "
+            "--moe-router-load-balancing-type seq_aux_loss, or leave --outer-optimizer out"
+        )
+    if model.moe_router_load_balancing_type == "global_aux_loss":
+        return (
+            "moe_router_load_balancing_type=global_aux_loss counts the choices of the whole step, and the islands of "
+            f"outer_optimizer={parallel.outer_optimizer} train alone; use seq_aux_loss"
+        )
+    return None
+
+
+_OUTER = ("outer_interval", "outer_lr", "outer_momentum", "outer_move_dtype")
+
 ZERO_RULES = (
     ConfigRule((*_ZERO, *_SCHEDULE), _zero),
-    ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances"), _copies),
+    ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances", "outer_optimizer"), _copies),
+    ConfigRule(
+        (
+            *("outer_optimizer", *_OUTER, "num_experts", "no_save_optim"),
+            *("moe_router_enable_expert_bias", "moe_router_load_balancing_type"),
+        ),
+        _outer,
+    ),
     ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances", "zero_hpz_partition_size"), _neighbours),
     ConfigRule((*_ZERO, "zero_quantized_gradients", "grad_reduce_in_bf16"), _codes),
     ConfigRule((*_ZERO, "optimizer_cpu_offload", "param_cpu_offload"), _offload),

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatronish.config.marks import NamedIn, at_least, at_most, greater_than
+from megatronish.config.marks import NamedIn, at_least, at_most, fraction, greater_than
 from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.parallel.schedules.table import SCHEDULES
 
@@ -64,6 +64,16 @@ class ParallelConfig:
         int, tyro.conf.arg(aliases=["--dp-replicate"]), at_least(1), at_most(2**63 - 1)
     ] = 1
     """Hybrid sharding: groups of ranks that share among themselves and hold copies of each other."""
+    outer_optimizer: Literal["nesterov"] | None = None
+    """DiLoCo: these groups are islands. Each trains alone, and an outer step by Nesterov SGD joins their moves."""
+    outer_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 500
+    """Steps that an island trains alone: the outer step follows each step that is a multiple of it, and the last."""
+    outer_lr: Annotated[float, greater_than(0)] = 0.7
+    """Learning rate of the outer step. With 1 and no momentum the islands' parameters are averaged."""
+    outer_momentum: Annotated[float, fraction(excluding=1)] = 0.9
+    """Nesterov momentum of the outer step."""
+    outer_move_dtype: Literal["fp32", "int8", "int4"] = "fp32"
+    """What the islands send of their moves: numbers, or codes of blocks with a scale each."""
     zero_hpz_partition_size: Annotated[int | None, at_least(1), at_most(100_000)] = None
     """hpZ: so many neighbouring ranks keep what ZeRO-3 has gathered, so that a step gathers it over all ranks once."""
     zero_quantized_gradients: Literal["int8", "int4"] | None = None
@@ -117,6 +127,16 @@ class ParallelConfig:
     def zero(self) -> int:
         """Stage of ZeRO, 0 to 3."""
         return self.zero_stage if self.zero_stage is not None else int(self.use_distributed_optimizer)
+
+    @property
+    def num_islands(self) -> int:
+        """Groups of ranks that train alone between two outer steps; one without an outer optimizer."""
+        return self.num_distributed_optimizer_instances if self.outer_optimizer is not None else 1
+
+    @property
+    def num_copies(self) -> int:
+        """Groups of an island that hold copies of each other and share among themselves what ZeRO shares."""
+        return self.num_distributed_optimizer_instances // self.num_islands
 
     @property
     def ends_in_split(self) -> tuple[int, int]:

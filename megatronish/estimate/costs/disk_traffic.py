@@ -2,7 +2,8 @@
 
 The optimizer reads and writes fp32 masters and moments. Masters that are apart from what is computed with are read once
 more, to be rounded into it; parameters that are offloaded themselves are read for every forward and every backward.
-Muon goes through the momenta and the masters of matrices twice: before and after these are orthogonalised.
+Muon goes through the momenta and the masters of matrices twice: before and after these are orthogonalised. An outer
+step reads masters and outer parameters twice and their momentum once, and writes all three.
 """
 
 from typing import NamedTuple
@@ -36,6 +37,9 @@ def disk_traffic(config: Config, *, in_matrices: float = 1.0) -> DiskTraffic:
     if optimizer.matrix_moments is not None:
         read = (1 - in_matrices) * once + in_matrices * ELEMENT * (3 + optimizer.matrix_moments)
         written = (1 - in_matrices) * once + in_matrices * ELEMENT * (2 + optimizer.matrix_moments)
+    if parallel.outer_optimizer is not None:
+        read += 5 * ELEMENT / parallel.outer_interval
+        written += 3 * ELEMENT / parallel.outer_interval
     if parallel.param_cpu_offload:
         return DiskTraffic(read, written, 2 * ELEMENT)
     return DiskTraffic(read + ELEMENT, written)

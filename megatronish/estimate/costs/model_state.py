@@ -64,7 +64,7 @@ def frozen_state(count: int, zero: ZeroSettings, *, element_bytes: int) -> Memor
 def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
     """Parameters, gradients and optimizer of a rank that computes with `count` parameters, padding left out.
 
-    `num_moments` are the elements that its optimizer would keep with its masters if nothing were shared.
+    `num_moments` are the elements that its optimizers would keep with its masters if nothing were shared.
     `element_bytes` are those of the dtype that is computed in: 4 in fp32, else 2.
     """
     share, moments = (-(-each // zero.ranks) for each in (count, num_moments))
@@ -129,6 +129,8 @@ def stage_state(config: Config, counts: StageCounts) -> Memory:
 
         learned = on_rank(counts.learned)
         moments = num_moments(count=learned, in_matrices=on_rank(counts.in_matrices))
+        if config.parallel.outer_optimizer is not None:  # outer parameters and their momentum
+            moments += 2 * learned
         state = state.plus(model_state(learned, moments, zero, element_bytes=width))
         state = state.plus(frozen_state(on_rank(frozen), zero, element_bytes=width))
         state = state.plus(frozen_state(on_rank(counts.blocks.stored), zero, element_bytes=1))

@@ -29,7 +29,7 @@ from megatronish.parallel.bucketing import (
 
 
 class DataRanks(NamedTuple):
-    """Data ranks of a domain: those that shard what ZeRO shards, and the copies of these.
+    """Data ranks of a domain: those that shard what ZeRO shards, and the copies of these, in one island (DiLoCo).
 
     `secondary` neighbours of the former keep what ZeRO-3 has gathered (hpZ); 1 if it is not kept.
     """
@@ -47,11 +47,12 @@ class DataRanks(NamedTuple):
 def data_ranks(config: Config) -> dict[str, DataRanks]:
     """Data ranks of each domain that the mesh of a config has."""
     parallel, layout = config.parallel, config.layout
-    copies = parallel.num_distributed_optimizer_instances
+    copies, islands = parallel.num_copies, parallel.num_islands
     grids = {"dense": layout.tp}  # ranks that have one copy of what a domain has
     if config.model.num_experts is not None:
         grids["experts"] = prod(parallel.expert_layout)
-    ranks, kept_over = layout.dp * layout.cp * layout.tp, (parallel.zero_hpz_partition_size or 0) * layout.tp
+    ranks = layout.dp * layout.cp * layout.tp // islands
+    kept_over = (parallel.zero_hpz_partition_size or 0) * layout.tp
     return {
         name: DataRanks.of(ranks // grid, copies if parallel.zero else ranks // grid, max(1, kept_over // grid))
         for name, grid in grids.items()

@@ -39,7 +39,8 @@ class StepTraffic:
         """Ranks of the axes that may be of one."""
         layout, experts = self.config.layout, self.config.parallel.expert_layout
         ep, etp = experts if self.has_experts else (1, 1)
-        return {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "ep": ep, "etp": etp}
+        dp = layout.dp // self.config.parallel.num_islands
+        return {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": dp, "ep": ep, "etp": etp}
 
     @property
     def has_experts(self) -> bool:

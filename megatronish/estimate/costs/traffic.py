@@ -12,18 +12,21 @@ reduce-scatter, all that a rank sends in an all-to-all, a message. With H = S B 
                micro-batch; ZeRO-3: parameters gathered twice a micro-batch, too; with hpZ once a step
     secondary  hpZ: parameters gathered twice a micro-batch, less that once
                qgZ: an all-to-all of codes in the place of each reduce-scatter of matrices
+    islands    DiLoCo: moves, in an outer step alone (outer_traffic.py)
     ep, etp    rows of tokens to their experts and back, where the load is even
 
 What is computed again exchanges again what its forward did (`LayerTraffic`). Padding of buckets and rows is counted
 (state_traffic.py). Left out are evaluation, and what hooks of a run send.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatronish.config.config import Config
 from megatronish.core.names import OBJECTIVE_NAMES
+from megatronish.estimate.costs.outer_traffic import outer_traffic
 from megatronish.estimate.costs.state_traffic import StateTraffic
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic, TrafficKey
 from megatronish.parallel.schedules.live_activations import StageLoad
@@ -184,6 +187,8 @@ def expected_traffic(
     _transfers(others)
     _numbers(others)
     sent = layers.sent + state.sent + others.sent
+    if config.parallel.outer_interval == 1:  # else few steps have an outer one
+        sent += Counter(outer_traffic(config, load, stage, vocab_size=vocab_size, shard_ranks=shard_ranks))
     return {key: size for key, size in sent.items() if size}
 
 
@@ -237,5 +242,7 @@ def _numbers(traffic: StepTraffic) -> None:
         losses = model.moe_aux_loss_coeff if model.moe_router_load_balancing_type != "none" else 0
         rows += bool(losses) + bool(model.moe_z_loss_coeff) + (model.moe_expert_capacity_factor is not None)
         sums += model.num_layers * rows
+    if traffic.config.parallel.num_islands > 1:
+        sums += 2  # weight and norm of each island
     if traffic.config.layout.world_size > 1:
         traffic.add("world", "all-reduce", SCALAR * sums)

@@ -138,6 +138,11 @@ def reservations(config: Config) -> list[str]:
             "offloading: transfers over PCIe and the update by the CPU are not modelled, so every step is longer than "
             f"printed{disk}"
         )
+    if config.parallel.outer_optimizer is not None:
+        sentences.append(
+            "islands: gradients are counted as if all data ranks summed them in every step, and outer steps are left "
+            "out, so steps over slow links are shorter than printed"
+        )
     return sentences
 
 

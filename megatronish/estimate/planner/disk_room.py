@@ -103,6 +103,7 @@ def disk_lines(config: Config, *, vocab_size: int, device: str, place: Place | N
         return []
     on_disk, ranks = bytes_on_this_machine(config, place, vocab_size=vocab_size)
     moments = OPTIMIZER_NAMES[config.optimizer.optimizer].moments
+    moments += 2 if config.parallel.outer_optimizer is not None else 0  # outer parameters and their momentum
     # Of a parameter there are a master and its moments on the disk: so many parameters are in these bytes.
     parameters = on_disk / (4 * (1 + moments))
     passes = config.global_batch_size // (config.training.micro_batch_size * config.layout.dp)

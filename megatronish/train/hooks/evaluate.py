@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatronish.engine.engine import Engine
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Metrics, metrics_of
+from megatronish.optim.outer import OuterOptimizer
 from megatronish.report.metrics import Console
 from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.folder import add_line
@@ -23,11 +25,34 @@ def mean_metrics(engine: Engine, batch_of: BatchOf, num_batches: int) -> tuple[M
     That is the number of predictions, or of pairs of completions.
     """
     total, weight = Counter[str](), 0
-    for i in range(num_batches):
-        totals = engine.evaluate(batch_of(i))
-        total.update(totals.sums)
-        weight += totals.weight
+    with outer_parameters(engine):
+        for i in range(num_batches):
+            totals = engine.evaluate(batch_of(i))
+            total.update(totals.sums)
+            weight += totals.weight
     return metrics_of(engine.objective, total, weight=weight), weight
+
+
+@contextmanager
+def outer_parameters(engine: Engine) -> Iterator[None]:
+    """Context in which the model of all islands (DiLoCo) is that of the last outer step; then each has its own again.
+
+    Without an outer optimizer there is one model in any case.
+    """
+    if engine.outer is None:
+        yield
+        return
+    _exchange(engine, engine.outer)
+    try:
+        yield
+    finally:
+        _exchange(engine, engine.outer)
+
+
+def _exchange(engine: Engine, outer: OuterOptimizer) -> None:
+    engine.data_parallel.wait_for_parameters()
+    outer.exchange()
+    engine.data_parallel.gather_parameters()
 
 
 class Evaluate(Hook):

@@ -4,6 +4,7 @@ Copies are computed, not sent: each data rank makes the same update from the sam
 rank cuts. A bit that flips in one of them (memory, a bad core, a wrong kernel) stays, as nothing compares; the copies
 drift apart, and checkpoints, for which copies take turns, mix them. So every few steps, and before each checkpoint, a
 hash of every parameter is compared over its copies: one pass over the memory, and two small all-reduces an axis.
+Islands (DiLoCo) differ between two outer steps, and have outer parameters, their momentum and what is frozen alike.
 
 `torch.hash_tensor` is the XOR of the elements' bits: any single flipped bit changes it.
 
@@ -114,7 +115,8 @@ def copies_of(engine: Engine) -> Iterator[Copies]:
     """What this rank holds that others should hold, too, by the axis of these ranks, in one order on all ranks.
 
     Parameters are copied over the data ranks, and over every model axis that does not cut them; those that lie sharded
-    (ZeRO-3) over `replicate` alone. Masters are copied over `replicate`.
+    (ZeRO-3) over `replicate` alone. Masters are copied over `replicate`. What no island moves by itself is copied over
+    `islands`.
     """
     mesh, shardings = engine.mesh, engine.stage.shardings
     parameters = dict(engine.stage.model.named_parameters())
@@ -129,9 +131,21 @@ def copies_of(engine: Engine) -> Iterator[Copies]:
         }
         yield Copies(domain.replicate, here | masters)
         yield Copies(domain.shard, whole)
+        frozen = {key: each for key, each in here.items() if not parameters[key].requires_grad}
+        yield Copies(domain.islands, frozen | _of_outer_step(engine, domain=name))
         for axis in domain.model.values():
             yield Copies(axis, {key: each for key, each in here.items() if axis.name not in shardings[key].cut_axes})
         yield Copies(domain.embedding, {key: each for key, each in whole.items() if shardings[key].tied})
+
+
+def _of_outer_step(engine: Engine, *, domain: str) -> dict[str, Tensor]:
+    """The state of the outer step, of which every island has a copy."""
+    return {
+        f"outer {what} of {key}": tensor
+        for key, both in ({} if engine.outer is None else engine.outer.state).items()
+        if engine.stage.shardings[key].domain == domain and both.parameter.numel()
+        for what, tensor in both._asdict().items()
+    }
 
 
 def hashes_of(copies: Copies, device: torch.device) -> Hashes:

@@ -195,6 +195,7 @@ class Save(Hook):
             "taken_at": self.taken_after,
             "consumed_samples": progress.consumed_samples,
             "optimizer_steps": engine.optimizer.num_steps,
+            "islands": None if engine.outer is None else engine.mesh.islands.size,
             "has_optimizer": not self.config.no_save_optim,
             "skipped_steps": progress.skipped_steps,
             "skipped_samples": progress.skipped_samples,
