@@ -30,13 +30,13 @@ from megatronish.parallel.mesh import Mesh
 LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
     "one process": (Layout(), {"family": "gpt2"}),
     "tp, sequence parallel": (Layout(tp=2), {"family": "llama", "sequence_parallel": True}),
-    "ring, selective recomputation": (Layout(cp=2), {"family": "qwen", "recompute": "selective"}),
+    "ring, selective recomputation": (Layout(cp=2), {"family": "qwen", "sight": "window", "recompute": "selective"}),
     "zb-h1, recomputation": (Layout(pp=2), {"family": "llama", "schedule": "zb-h1", "recompute": "uniform"}),
     "ZeRO-3": (Layout(dp=2), {"family": "gpt2", "zero": 3}),
 }
 MORE_LAYOUTS: dict[str, tuple[Layout, Chosen]] = {
     "1f1b, tp": (Layout(tp=2, pp=2), {"family": "gpt2", "schedule": "1f1b"}),
-    "interleaved": (Layout(pp=2), {"family": "qwen", "schedule": "interleaved"}),
+    "interleaved": (Layout(pp=2), {"family": "qwen", "sight": "window", "schedule": "interleaved"}),
     "zb-v, ZeRO-1": (Layout(dp=2, pp=2), {"family": "llama", "schedule": "zb-v", "zero": 1}),
     "ZeRO-2, all-to-all over cp": (Layout(dp=2, cp=2), {"family": "llama", "zero": 2, "cp_comm_type": "a2a"}),
     "documents, recomputation by blocks": (Layout(tp=2), {"family": "bloom", "documents": True, "recompute": "block"}),
@@ -104,6 +104,12 @@ KINDS_OF_MASK: dict[str, Any] = {
     "one causal mask": {},
     "ALiBi": {"position_embedding_type": "alibi"},
     "every other layer in a window": {"window_size": 5, "window_attn_skip_freq": "2"},
+    "every other layer with a pattern": {
+        "attention_pattern": "bigbird",
+        "attention_block_size": 2,
+        "attention_local_blocks": 1,
+        "window_attn_skip_freq": "2",
+    },
 }
 
 
