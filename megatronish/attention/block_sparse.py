@@ -32,9 +32,11 @@ from megatronish.ops.dropout import DroppedTile, ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
 
 QUERIES, LONG_QUERIES, LONG_WINDOW = 64, 192, 256
-"""Queries of a block, in a window of LONG_WINDOW or more LONG_QUERIES: torch's products of 192 rows or more take larger
-tiles, 16 ns in the place of 20 for a score, but more of them are masked. Patterns of smaller blocks are
-computed several rows at a time."""
+"""Queries of a block: in windows of LONG_WINDOW or more LONG_QUERIES, which torch's operation cuts into larger tiles.
+
+A score takes 16 ns there in the place of 20, but more scores are masked. Patterns of smaller blocks are computed several
+rows at a time.
+"""
 
 
 def runs_by_blocks(mask: AttentionMask, device: torch.device) -> bool:
@@ -53,6 +55,7 @@ def block_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """[S, B, n, H], [S, B, kv, H], [S, B, kv, H], sinks [n] -> [S, B, n H]; with dropout the mask has a pattern."""
+    assert mask.pattern is None or mask.window_size is None, "a pattern has local blocks in the place of a window"
     dropped = None if dropout is None else dropped_tile(dropout, mask, first_head=first_head, device=q.device)
     return _BlockAttention.apply(q, k, v, sinks, _BlockPlan(mask, dropped))
 

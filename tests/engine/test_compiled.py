@@ -96,7 +96,9 @@ def graphs(place: Place, problem: Problem, spread: Spread) -> list[int]:
             )
             engine.step(batches, num_steps_done=100 * seed + step, learning_rate=1e-3, weight_decay=0.1)
             found.append(counters["stats"]["unique_graphs"])
-    assert not counters["graph_break"] or place.world_size > 1, counters["graph_break"]
+    # Attention by blocks has a backward by hand, and stands between graphs, as collectives do.
+    by_blocks = any(problem.model.windowed_layers) and spread.attention_backend == "auto"
+    assert not counters["graph_break"] or place.world_size > 1 or by_blocks, counters["graph_break"]
     return found
 
 
@@ -121,7 +123,7 @@ KINDS_OF_MASK: dict[str, Any] = {
             ("tp, sequence parallel", "one causal mask", 0.1),
             *[("one process", kind, rate) for kind in list(KINDS_OF_MASK)[1:] for rate in (0.0, 0.1)],
         ],
-        [("one process", "ALiBi", 0.0)],
+        [("one process", "ALiBi", 0.0), ("one process", "every other layer in a window", 0.0)],
     ),
 )
 def test_nothing_is_compiled_after_the_first_step(name: str, kind: str, dropout: float) -> None:
