@@ -34,8 +34,8 @@ from megatronish.ops.library import accumulation_dtype
 QUERIES, LONG_QUERIES, LONG_WINDOW = 64, 192, 256
 """Queries of a block: in windows of LONG_WINDOW or more LONG_QUERIES, which torch's operation cuts into larger tiles.
 
-A score takes 16 ns there in the place of 20, but more scores are masked. Patterns of smaller blocks are computed several
-rows at a time.
+A score takes 16 ns there in the place of 20, but more scores are masked. Patterns of smaller blocks are computed
+several rows at a time.
 """
 
 

@@ -158,10 +158,13 @@ def _longformer(pattern: BlockPattern, number: int) -> set[int]:
 def _bigbird(pattern: BlockPattern, number: int) -> set[int]:
     """Random blocks are those that nothing else shows, as many as there are."""
     row = _longformer(pattern, number)
-    others = [block for block in range(number) if block not in row]
-    for draw in range(min(pattern.num_random, len(others))):
+    num_others = number - sum(block < number for block in row)
+    for draw in range(min(pattern.num_random, num_others)):
         name = repr(("attention pattern", pattern.seed, number, draw)).encode()
-        row.add(others.pop(int.from_bytes(hashlib.sha256(name).digest()[:8], "little") % len(others)))
+        chosen = int.from_bytes(hashlib.sha256(name).digest()[:8], "little") % (num_others - draw)
+        for block in sorted(row):  # so far the number among the blocks that are not shown
+            chosen += block <= chosen
+        row.add(chosen)
     return row
 
 
