@@ -53,7 +53,7 @@ def unstacked(x: Tensor, heads: int) -> Tensor:
 
 
 def _fused_softmax(scores: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    if mask.document_ids is None:
+    if mask.document_ids is None and (mask.pattern is None or mask.whole is None):
         return scaled_causal_softmax(scores, scale=scale, window_size=mask.window_size)
     return scaled_masked_softmax(scores, mask.whole, scale=scale)
 

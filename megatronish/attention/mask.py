@@ -1,4 +1,4 @@
-"""Attention masks: causal, within a sliding window and within documents, for a whole sequence or blocks of it.
+"""Attention masks: causal, in a sliding window or a pattern of blocks, and within documents, for a sequence or a part.
 
 With ALiBi (attention with linear biases, Press et al. 2022, arXiv:2108.12409) a mask also says how much a key counts:
 its score falls by slope x distance, and there are no other positions. Each head has a slope of its own. The slopes of a
@@ -10,60 +10,80 @@ FlexAttention takes a mask as blocks of scores: those that are computed, and tho
 and the last place of a block, and its least and its greatest document id. Nothing is read back to the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
+from megatronish.specs.block_pattern import BlockPattern
+
 BlockMask = Literal["nothing", "dense", "causal", "everything"]
 """What a block of queries sees of a block of keys; "dense" where only a dense mask can say."""
 
 CPU = torch.device("cpu")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Causal mask: a token sees itself and the tokens before it, `window_size` at most, of its own document.
+    """Causal mask: a token sees itself and tokens before it, `window_size` at most, of its own document and `pattern`.
 
-    Positions and document ids are those along the whole sequence, whatever part of it a rank holds.
+    Positions and document ids are those along the whole sequence, whatever part of it a rank holds. In generation the
+    tokens before `num_cached` are keys alone: they are in the KV cache.
     """
 
     seq_length: int
     window_size: int | None = None
     document_ids: Tensor | None = None  # int64 [B, S]
     device: torch.device = CPU
-    first_query: int = 0  # tokens before it are keys alone: they are in the KV cache
+    num_cached: int | None = None  # None if there is no cache
     slopes: tuple[float, ...] = ()  # of ALiBi, one for each head that a rank computes
-    in_generation: bool = False  # lengths change from forward to forward: nothing is worth making for one of them
+    pattern: BlockPattern | None = None
     # What is made once; torch.compile reads dicts, and no cached_property.
     _wholes: dict[str, Tensor | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     _biases: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _blocks: dict[str, flex_attention.BlockMask] = field(default_factory=dict, init=False, compare=False, repr=False)
     _parts: dict[range, "AttentionMask"] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _variants: dict[tuple[int | None, tuple[float, ...]], "AttentionMask"] = field(
+    _variants: dict[tuple[int | None, tuple[float, ...], BlockPattern | None], "AttentionMask"] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    _others: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     _longer: dict[int, "AttentionMask"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def variant(self, window_size: int | None, slopes: tuple[float, ...]) -> "AttentionMask":
-        """Mask of the same sequence with this window and these slopes, made once: layers that are alike share it."""
-        kind = (window_size, slopes)
+    def variant(
+        self, window_size: int | None, slopes: tuple[float, ...], pattern: BlockPattern | None = None
+    ) -> "AttentionMask":
+        """Mask of the same sequence with window, slopes and pattern, made once: layers that are alike share it."""
+        kind = (window_size, slopes, pattern)
         if kind not in self._variants:
-            self._variants[kind] = replace(self, window_size=window_size, slopes=slopes)
+            self._variants[kind] = replace(self, window_size=window_size, slopes=slopes, pattern=pattern)
         return self._variants[kind]
 
     @property
-    def is_causal(self) -> bool:
-        """Whether the mask is plain causal: no ALiBi, no documents, and no window shorter than the sequence."""
-        return not self.slopes and self.document_ids is None and not self._windowed
+    def first_query(self) -> int:
+        """Place of the first query: tokens before it are keys alone."""
+        return self.num_cached or 0
 
     @property
-    def _windowed(self) -> bool:
+    def in_generation(self) -> bool:
+        """Whether there is a KV cache: lengths change from forward to forward, nothing is worth making for one."""
+        return self.num_cached is not None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is plain causal: no ALiBi, no documents, and nothing sparse."""
+        return not self.slopes and self.document_ids is None and not self.is_sparse
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether there is a window shorter than the sequence, or a pattern that hides a block of it."""
+        if self.pattern is not None and not self.pattern.is_whole(self.seq_length):
+            return True
         return self.window_size is not None and self.window_size < self.seq_length
 
     @property
@@ -78,10 +98,37 @@ class AttentionMask:
         if self.window_size is not None:
             dense &= distance < self.window_size
         dense = dense[None, None]
+        if self.pattern is not None:
+            dense = dense & self._in_pattern(self.pattern, queries, keys)
         if self.document_ids is not None:
             rows, columns = self.document_ids[:, None, queries, None], self.document_ids[:, None, None, keys]
             dense = dense & (rows == columns)
         return dense
+
+    def _in_pattern(self, pattern: BlockPattern, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool [1 or B, 1, q, k]: whether the pattern shows a key's block to a query's.
+
+        Blocks are counted from the begin of the text, which in generation may be another column in each sample.
+        """
+        begins = queries.new_zeros(1, 1)
+        if self.in_generation and self.document_ids is not None:
+            begins = (self.document_ids != self.document_ids[:, -1:]).sum(1, keepdim=True)
+        rows, columns = ((places - begins).clamp_min(0) // pattern.block_size for places in (queries, keys))
+        return self.layout[rows[:, :, None], columns[:, None, :]].unsqueeze(1)
+
+    @property
+    def layout(self) -> Tensor:
+        """The pattern of the whole sequence as bool [query blocks, key blocks], made once."""
+        assert self.pattern is not None, "a mask without a pattern has no blocks"
+        if "layout" not in self._wholes:
+            rows = [self.pattern.row(number) for number in range(self.pattern.num_rows(self.seq_length))]
+            layout = torch.zeros(len(rows), len(rows), dtype=torch.bool)
+            for number, row in enumerate(rows):
+                layout[number, list(row)] = True
+            self._wholes["layout"] = layout.to(self.device, non_blocking=self.device.type != "cpu")
+        made = self._wholes["layout"]
+        assert made is not None
+        return made
 
     @property
     def whole(self) -> Tensor | None:
@@ -102,9 +149,14 @@ class AttentionMask:
         """The same for FlexAttention, without ALiBi, made once: blocks of scores in place of a dense mask."""
         assert self.first_query == 0, "a block mask is that of a whole sequence"
         if "whole" not in self._blocks:
-            made = block_mask(self.seq_length, self.window_size, self.document_ids, device=self.device)
-            self._blocks["whole"] = made
+            self._blocks["whole"] = block_mask(self)
         return self._blocks["whole"]
+
+    def made_once(self, name: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` returns, made once for all layers that share the mask, under a name of its own."""
+        if name not in self._others:
+            self._others[name] = make()
+        return self._others[name]
 
     def alibi(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """int64 [q], [k] -> what ALiBi adds to their scores, fp32 [1, n, q, k]; None without ALiBi."""
@@ -154,7 +206,10 @@ class AttentionMask:
         if queries[-1] < keys[0] or (self.window_size is not None and queries[0] - keys[-1] >= self.window_size):
             return "nothing"
         in_window = self.window_size is None or queries[-1] - keys[0] < self.window_size
-        if self.document_ids is not None or not in_window:
+        shown = "all" if self.pattern is None else self.pattern.between(queries, keys)
+        if shown == "nothing":
+            return "nothing"
+        if self.document_ids is not None or not in_window or shown == "some":
             return "dense"
         if queries == keys:
             return "causal"
@@ -187,14 +242,13 @@ def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
 BLOCK = 128  # queries, and keys: torch's default
 
 
-def block_mask(
-    seq_length: int, window_size: int | None, document_ids: Tensor | None, *, device: torch.device
-) -> flex_attention.BlockMask:
+def block_mask(mask: AttentionMask) -> flex_attention.BlockMask:
     """Block mask of a whole sequence, for 1 sample or, with documents int64 [B, S], for B; the same for all heads.
 
     A block whose documents' ids only overlap is computed, and its mask evaluated. So it is exact for any ids, and skips
     most where ids rise along the sequence.
     """
+    seq_length, window_size, document_ids, device = mask.seq_length, mask.window_size, mask.document_ids, mask.device
     # First and last place of each block [S/BLOCK]; the last block may be ragged, which is never "whole".
     first = torch.arange(0, seq_length, BLOCK, device=device)
     last = (first + BLOCK - 1).clamp_max(seq_length - 1)
@@ -205,6 +259,9 @@ def block_mask(
     if window_size is not None:
         some = some & (first[:, None] - last < window_size)
         whole = whole & (last[:, None] - first < window_size)
+    if mask.pattern is not None:
+        shown, all_shown = _shown(mask.layout, first // mask.pattern.block_size, last // mask.pattern.block_size)
+        some, whole = some & shown, whole & all_shown
     some, whole = some[None], whole[None]
     if document_ids is not None:
         places = torch.arange(len(first) * BLOCK, device=device).clamp_max(seq_length - 1)
@@ -215,7 +272,7 @@ def block_mask(
         *_ordered(some & ~whole),
         *_ordered(whole),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_visibility(window_size, document_ids),
+        mask_mod=_visibility(mask),
         seq_lengths=(seq_length, seq_length),
     )
 
@@ -226,10 +283,22 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1).int(), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
-def _visibility(
-    window_size: int | None, document_ids: Tensor | None
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _shown(layout: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Of blocks with these first and last blocks of a pattern [n]: whether any, and whether all of it is shown [n, n].
+
+    Sums over the rectangles of a pattern, from its sums over all rectangles that begin at 0.
+    """
+    sums = F.pad(layout.int().cumsum(0).cumsum(1), (1, 0, 1, 0))
+    begin, end = first, last + 1
+    shown = sums[end][:, end] - sums[begin][:, end] - sums[end][:, begin] + sums[begin][:, begin]
+    sizes = end - begin
+    return shown > 0, shown == sizes[:, None] * sizes
+
+
+def _visibility(mask: AttentionMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether a query sees a key, as FlexAttention asks: for one place of a sample and a head."""
+    window_size, document_ids = mask.window_size, mask.document_ids
+    layout, size = (None, 1) if mask.pattern is None else (mask.layout, mask.pattern.block_size)
 
     def visible(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = query >= key
@@ -237,6 +306,8 @@ def _visibility(
             seen = seen & (query - key < window_size)
         if document_ids is not None:
             seen = seen & (document_ids[sample, query] == document_ids[sample, key])
+        if layout is not None:
+            seen = seen & layout[query // size, key // size]
         return seen
 
     return visible

@@ -26,12 +26,13 @@ BIAS_ALIGNMENT = 16  # keys
 
 
 class TileMask(NamedTuple):
-    """Mask of a tile: all keys, plain causal (as many queries as keys), `dense` with ALiBi, or `dropped`."""
+    """Mask of a tile: all keys, plain causal (as many queries as keys), `dense` with ALiBi, `bias`, or `dropped`."""
 
     causal: bool = False
     dense: Tensor | None = None  # bool [1 or B, 1, q, k]
     alibi: Tensor | None = None  # added to the scores, fp32 [1, n, q, k]; needs `dense`
     dropped: DroppedTile | None = None  # it says all that the others do
+    bias: Tensor | None = None  # on a CPU: additive [q, k] in the dtype of q; every query sees a key
 
 
 class TileGradients(NamedTuple):
@@ -59,6 +60,8 @@ def _bias(q: Tensor, tile_mask: TileMask, *, alignment: int = 1) -> Tensor | Non
     Rows begin at multiples of `alignment` in memory.
     """
     mask, alibi = tile_mask.dense, tile_mask.alibi
+    if tile_mask.bias is not None:
+        return tile_mask.bias.expand(q.shape[0], q.shape[1], -1, -1)
     if mask is None:
         return None
     samples, _, queries, keys = mask.shape

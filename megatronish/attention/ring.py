@@ -11,7 +11,8 @@ Block and queries are cut into tiles. Rank r holds chunks r and 2 cp - 1 - r of 
 block of rank j it computes: for j = r a causal square; for j < r all its queries with the first half of the keys; for
 j > r the second half of its queries with all keys. This is the same work in each step, and needs no dense mask.
 Windows, documents and ALiBi need dense masks, which are made for one tile of two chunks at a time. Tiles outside of the
-window are left out, but their blocks are sent all the same.
+window are left out, but their blocks are sent all the same. Of a pattern (specs/block_pattern.py) chunks that no query
+sees are left out, and of the others the rectangles are computed that it shows.
 """
 
 from collections.abc import Iterator
@@ -81,14 +82,37 @@ def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_ch
         return [Tile(whole, front, "everything") if source < rank else Tile(back, whole, "everything")]
     # A query's own chunk first: its diagonal makes the log-sum-exp finite, and later tiles may be masked whole for it.
     tiles = [
-        Tile(queries, keys, mask.between(query_places, key_places), query_places.start, key_places.start)
+        tile_of_run
         for queries, query_places, key_chunks in (
             (front, mine.front, ((front, theirs.front), (back, theirs.back))),
             (back, mine.back, ((back, theirs.back), (front, theirs.front))),
         )
         for keys, key_places in key_chunks
+        for tile_of_run in _tiles_of_runs(mask, HeldRun(query_places, queries.start), HeldRun(key_places, keys.start))
     ]
     return [each for each in tiles if each.block_mask != "nothing"]
+
+
+class HeldRun(NamedTuple):
+    """A run of places of the sequence, and where a rank holds the first of them."""
+
+    places: range
+    begin: int
+
+    def part(self, places: range) -> slice:
+        """Where the rank holds a part of it."""
+        begin = self.begin + places.start - self.places.start
+        return slice(begin, begin + len(places))
+
+
+def _tiles_of_runs(mask: AttentionMask, queries: HeldRun, keys: HeldRun) -> Iterator[Tile]:
+    """Tiles of a chunk of queries and a chunk of keys: one, or those of a pattern that shows some of it."""
+    pieces = [(queries.places, keys.places)]
+    if mask.pattern is not None and mask.pattern.between(queries.places, keys.places) == "some":
+        pieces = list(mask.pattern.pieces(queries.places, keys.places))
+    for rows, columns in pieces:
+        kind = mask.between(rows, columns)
+        yield Tile(queries.part(rows), keys.part(columns), kind, rows.start, columns.start)
 
 
 @dataclass(frozen=True)
@@ -145,7 +169,7 @@ class _RingAttention(torch.autograd.Function):
         for source, block in plan.blocks(k, v):
             for rows, columns, tile_mask in plan.tiles(source, q.device):
                 new = tile.forward(queries[:, :, rows], *block[..., columns, :], tile_mask=tile_mask)
-                _merge(out[:, :, rows], lse[:, :, rows], *new)
+                tile.merge(out[:, :, rows], lse[:, :, rows], *new)
         # Last and once: a sink is a term of the softmax's sum, and no key of any block.
         if sinks is not None:
             absorb(out, lse, sinks)
@@ -189,14 +213,3 @@ class _RingAttention(torch.autograd.Function):
         # Each rank has the terms of its queries: they are summed with those of the other data ranks.
         dsinks = gradient_of_sinks(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
-
-
-def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merge a tile's output [B, n, q, H] and log-sum-exp [B, n, q] into those of the tiles before, in place.
-
-    The merged output is the mean of both, weighted by their sums of exponentials: exp(new) / (exp(lse) + exp(new)) is
-    sigmoid(new - lse).
-    """
-    # Sums of exponentials would overflow; the weight by a sigmoid of a difference cannot. Against lse = -inf it is 1.
-    out.lerp_(new_out.to(out.dtype), torch.sigmoid(new_lse - lse).unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, new_lse))

@@ -46,6 +46,17 @@ def backward(
     return operation_for(q, tile_mask).backward(dout, q, k, v, out, lse.contiguous(), tile_mask)
 
 
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merge a tile's output [B, n, q, H] and log-sum-exp [B, n, q] into those of the tiles before, in place.
+
+    The merged output is the mean of both, weighted by their sums of exponentials: exp(new) / (exp(lse) + exp(new)) is
+    sigmoid(new - lse).
+    """
+    # Sums of exponentials would overflow; the weight by a sigmoid of a difference cannot. Against lse = -inf it is 1.
+    out.lerp_(new_out.to(out.dtype), torch.sigmoid(new_lse - lse).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, new_lse))
+
+
 def operation_for(q: Tensor, tile_mask: TileMask) -> Operation:
     """Operation for a tile: flash attention where it can run, else on CUDA the slower "efficient" one."""
     if tile_mask.dropped is not None:

@@ -15,6 +15,7 @@ from megatronish.config.sections.data import MOCK_VOCAB_SIZE, DataConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.pattern import READ_BY
 from megatronish.config.sections.run import LogConfig
 from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
@@ -161,7 +162,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
-    notes += _idle_experts(config)
+    notes += _idle_experts(config) + _idle_pattern(config.model)
     if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
         config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     # 4. Made-up tokens stand in for all files; the vocabulary remains, as the model's size depends on it.
@@ -240,6 +241,13 @@ def _idle_experts(config: Config) -> list[str]:
     values = vars(config.model) | vars(config.parallel)
     given = [f"{name}={values[name]}" for name in names if values[name] != FIELDS[name].default]
     return [f"{', '.join(given)}: idle, as --num-experts is not given"] if given else []
+
+
+def _idle_pattern(model: ModelConfig) -> list[str]:
+    """Note about options of block-sparse attention that this pattern, or none, does not read."""
+    idle = [name for name in READ_BY["bigbird"] if name not in READ_BY[model.attention_pattern]]
+    given = [f"{name}={getattr(model, name)}" for name in idle if getattr(model, name) != FIELDS[name].default]
+    return [f"{', '.join(given)}: idle, as attention_pattern={model.attention_pattern}"] if given else []
 
 
 def _idle_router(model: ModelConfig) -> list[str]:

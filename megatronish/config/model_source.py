@@ -17,6 +17,7 @@ from megatronish.config.flag_meaning import Setting
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.portable import TOKENIZER_PATHS, with_copies
 from megatronish.config.sections.model import ModelConfig, canonical
+from megatronish.config.sections.pattern import READ_BY
 from megatronish.config.sections.run import CheckpointConfig
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
@@ -157,7 +158,9 @@ def _idle_fields(model: ModelConfig) -> set[str]:
     if model.position_embedding_type != "rope":
         idle |= {"rope_scaling_type", "no_rope_freq", *ROPE}
     if not any(model.windowed_layers):
-        idle |= {"window_size", "window_attn_skip_freq"}
+        idle |= {"window_size", "window_attn_skip_freq", "attention_pattern"}
+    read = READ_BY[model.attention_pattern] if any(model.windowed_layers) else ()
+    idle |= {name for names in READ_BY.values() for name in names} - set(read)
     if not any(model.expert_layers):
         idle |= {"num_experts", *(name for name in vars(model) if name.startswith("moe_"))}
     if not model.is_gated:

@@ -23,6 +23,7 @@ from megatronish.attention import dropout_attention, flash
 from megatronish.attention.mask import BLOCK, AttentionMask, slopes_on
 from megatronish.ops.dropout import DroppedTile
 from megatronish.ops.library import Operator, OperatorFamily, define
+from megatronish.specs.block_pattern import BlockPattern
 
 NAMESPACE = "megatronish_dry_run"
 BLOCKS_BEFORE, BLOCKS_AFTER = 2, 1  # of the largest one: a block's tensors live on while the next one is at work
@@ -55,19 +56,24 @@ def _masked_by_blocks(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, *
     if mask.slopes:
         slopes_on(mask.slopes, q.device)
     assert blocks.shape[-1] == k.shape[2], "queries are the whole sequence"
-    places = computed_scores(mask.seq_length, mask.window_size)
+    places = computed_scores(mask.seq_length, mask.window_size, mask.pattern)
     out: Tensor = OPERATORS.flex_attention(q, k, v, places)[0]
     return out
 
 
 @cache
-def computed_scores(seq_length: int, window_size: int | None) -> int:
-    """Scores in the blocks of a causal mask with a window that are not skipped; documents are taken as one."""
+def computed_scores(seq_length: int, window_size: int | None, pattern: BlockPattern | None = None) -> int:
+    """Scores in the blocks of a causal mask with window or pattern that are not skipped; documents are taken as one."""
     window, scores = window_size or seq_length, 0
     for first in range(0, seq_length, BLOCK):
         end = min(first + BLOCK, seq_length)
         begin = max(0, first - window + 1) // BLOCK * BLOCK
-        scores += (end - first) * (end - begin)
+        keys = end - begin
+        if pattern is not None:
+            runs = pattern.runs_of(range(first, end))
+            blocks = {place // BLOCK for run in runs for place in (*run[::BLOCK], run[-1])}
+            keys = sum(min(BLOCK, seq_length - block * BLOCK) for block in blocks)
+        scores += (end - first) * keys
     return scores
 
 

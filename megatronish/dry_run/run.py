@@ -188,7 +188,7 @@ def notes_of_left_out(config: Config) -> list[str]:
 def mask_notes(config: Config) -> list[str]:
     """What takes the place of FlexAttention, where the model's masks need it on a GPU."""
     model = config.model
-    is_masked = model.window_size is not None or model.position_embedding_type == "alibi" or config.data.packs_documents
+    is_masked = any(model.windowed_layers) or model.position_embedding_type == "alibi" or config.data.packs_documents
     if not is_masked or config.training.attention_backend != "auto" or model.attention_dropout:
         return []
     return ["masks go to FlexAttention, as on a GPU with Triton; a stand-in has its memory and its FLOPs"]

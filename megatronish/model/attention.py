@@ -144,7 +144,7 @@ class Attention(nn.Module):
         q, k, v = self.queries_keys_values(x, context)
         if context.cache is not None:
             k, v = context.cache.extended(k, v, layer=self.layer)
-        mask = context.mask(self.spec.window, self.slopes)
+        mask = context.mask(self.spec.window, self.slopes, self.spec.pattern)
         dropout = context.attention_dropout(rate=self.config.attention_dropout)
         sinks = q.new_zeros(q.shape[2]) if self.spec.softmax == "off-by-one" else self.sinks
         attended = self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks)

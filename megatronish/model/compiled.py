@@ -114,7 +114,7 @@ def _make_mask(attention: Attention, context: Context, x: Tensor) -> None:
 
     And so would the next forward, which finds what the one before has made.
     """
-    mask = context.mask(attention.spec.window, attention.slopes)
+    mask = context.mask(attention.spec.window, attention.slopes, attention.spec.pattern)
     backend = attention.core.backend if isinstance(attention.core, CoreAttention) else None
     is_explicit = backend in ("fused_softmax", "unfused")
     if x.is_cuda and mask.needs_dense and backend in ("auto", None):
@@ -124,7 +124,7 @@ def _make_mask(attention: Attention, context: Context, x: Tensor) -> None:
         return  # the core is between the graphs, or reads blocks alone
     if mask.slopes:
         _ = mask.whole_bias(accumulation_dtype(x.dtype) if is_explicit else x.dtype)
-    elif not (backend == "fused_softmax" and mask.document_ids is None):
+    elif not (backend == "fused_softmax" and mask.document_ids is None and mask.pattern is None):
         _ = mask.whole
 
 
@@ -148,6 +148,17 @@ def _is_local(module: nn.Module) -> bool:
 
 
 def _is_one_graph(attention: Attention) -> bool:
-    """Whether a layer's core attention is: on a ring, with sinks, or recomputed it has a backward of its own."""
+    """Whether a layer's core attention is: on a ring, with sinks, by blocks, or recomputed it has its own backward."""
     core = attention.core
-    return core.cp.size == 1 and not core.recompute and attention.spec.softmax == "vanilla"
+    is_plain = core.cp.size == 1 and not core.recompute and attention.spec.softmax == "vanilla"
+    return is_plain and not _goes_by_blocks(attention)
+
+
+def _goes_by_blocks(attention: Attention) -> bool:
+    """Whether a layer's core attention may be that of attention/block_sparse.py."""
+    spec, device = attention.spec, next(attention.parameters()).device
+    if attention.core.backend in ("fused_softmax", "unfused"):
+        return False
+    if spec.pattern is not None and attention.config.attention_dropout > 0:
+        return True
+    return device.type == "cpu" and (spec.pattern is not None or spec.window is not None)

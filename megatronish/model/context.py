@@ -14,6 +14,7 @@ from megatronish.model.routing import RoutingRecord, Tally
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, TensorParallel
+from megatronish.specs.block_pattern import BlockPattern
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,11 @@ class Context:
         """What a layer is given: the same, with the layer's own dropout."""
         return self if dropout is None else replace(self, dropout=dropout.of_layer(layer))
 
-    def mask(self, window_size: int | None, slopes: tuple[float, ...] = ()) -> AttentionMask:
-        """Mask of a layer with this sliding window and these slopes of ALiBi; layers that are alike share it."""
-        return self.causal_mask.variant(window_size, slopes)
+    def mask(
+        self, window_size: int | None, slopes: tuple[float, ...] = (), pattern: BlockPattern | None = None
+    ) -> AttentionMask:
+        """Mask of a layer with this sliding window, slopes of ALiBi and pattern; layers that are alike share it."""
+        return self.causal_mask.variant(window_size, slopes, pattern)
 
     def drop(self, x: Tensor, *, site: str, rate: float, residual: Tensor | None = None) -> Tensor:
         """[s, B, D] -> [s, B, D]: dropout on the residual stream, and `residual` added to what it leaves of x."""
@@ -76,15 +79,14 @@ class CausalMasks:
 
     def of(self, batch: MicroBatch, *, seq_length: int, cache: KeyValueCache | None) -> AttentionMask:
         """Mask of a forward over `seq_length` new tokens, after those in a KV cache."""
-        num_cached = 0 if cache is None else cache.num_columns
-        length, device = num_cached + seq_length, batch.tokens.device
+        num_cached = None if cache is None else cache.num_columns
+        length, device = (num_cached or 0) + seq_length, batch.tokens.device
         if batch.document_ids is not None or cache is not None:
             return AttentionMask(
                 length,
                 document_ids=batch.document_ids,
                 device=device,
-                first_query=num_cached,
-                in_generation=cache is not None,
+                num_cached=num_cached,
             )
         if self._last is None or (self._last.seq_length, self._last.device) != (length, device):
             self._last = AttentionMask(length, device=device)

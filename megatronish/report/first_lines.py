@@ -33,6 +33,7 @@ from megatronish.optim.optimizer import optimizer_line
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.specs.adapter_targets import adapted_sections
+from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import DeviceType
 from megatronish.specs.layers import layer_specs
 from megatronish.tokenizer.tokenizer import build_tokenizer
@@ -91,7 +92,7 @@ def first_lines(
         ),
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
         f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
-        f"attention: {_attention(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
+        f"attention: {_attention(config)}{_pattern(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
         kernels_line(device_type, drops=model.hidden_dropout > 0 or model.attention_dropout > 0) + _activation(config),
         f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
         + _active(config, vocab_size)
@@ -192,6 +193,15 @@ def _attention(config: Config) -> str:
         return f"{over_cp}explicit probabilities {by_torch}"
     softmax = "the fused" if backend == "fused_softmax" else "torch's"
     return f"{over_cp}explicit probabilities by {softmax} softmax, as requested"
+
+
+def _pattern(config: Config) -> str:
+    """Pattern of blocks that sparse layers have, and what it saves."""
+    pattern, length = BlockPattern.of(config.model), config.training.seq_length
+    if pattern is None:
+        return ""
+    part = pattern.keys(length, "causal") / (length / 2)
+    return f"; {pattern.name} blocks of {pattern.block_size}, {part:.0%} of the scores of a causal mask"
 
 
 def _activation(config: Config) -> str:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megatronish.config.sections.model import ModelConfig, SoftmaxType
 from megatronish.config.sections.training import AttentionBackend
+from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 BLOCK_BYTES = 8 * 2**20
@@ -75,6 +76,8 @@ class AttentionSpec:
     head_size: int
     window: int | None = None
     """Keys that a token sees at most, itself included; None: all before it."""
+    pattern: BlockPattern | None = None
+    """Blocks of keys that a token sees; None: all before it."""
     qk_norm: bool = False
     """Each head's queries and keys are normalised."""
     norm_across_heads: bool = False
@@ -89,12 +92,13 @@ class AttentionSpec:
 
     @classmethod
     def of(cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True) -> "AttentionSpec":
-        """Attention as the options of a config describe it, with window and RoPE or without."""
+        """Attention as the options of a config describe it, with RoPE and a window or a pattern, or without."""
         return cls(
             num_heads=model.num_attention_heads,
             num_kv_heads=model.num_kv_heads,
             head_size=model.head_size,
             window=model.window_size if windowed else None,
+            pattern=BlockPattern.of(model) if windowed else None,
             qk_norm=model.qk_layernorm,
             norm_across_heads=model.qk_layernorm_across_heads,
             clip=model.clip_qkv,
@@ -132,7 +136,7 @@ class AttentionSpec:
         return LayerCost(
             linears=(qkv, out),
             norms=norms if self.qk_norm else (),
-            cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window),),
+            cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window, self.pattern),),
             kept=Count(split=queries + keys + values),
             vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
             vectors_name="attention.sinks",
@@ -142,8 +146,12 @@ class AttentionSpec:
 
     def is_masked(self, run: AttentionRun) -> bool:
         """Whether more is masked than what comes later."""
+        return self.is_sparse(run) or run.has_alibi or run.packs_documents
+
+    def is_sparse(self, run: AttentionRun) -> bool:
+        """Whether a window or a pattern hides some of what comes before: a CPU makes no dense mask and no biases."""
         is_windowed = self.window is not None and self.window < run.seq_length
-        return is_windowed or run.has_alibi or run.packs_documents
+        return is_windowed or (self.pattern is not None and not self.pattern.is_whole(run.seq_length))
 
     def is_flex(self, run: AttentionRun) -> bool:
         """Whether a mask needs FlexAttention, whose output is in the order of the sequence."""
@@ -203,6 +211,10 @@ class AttentionSpec:
             block = min(BLOCK_BYTES, BLOCK_QUERIES * row)
             if run.is_ring:  # tiles of half of what a rank has
                 block = row * run.seq_length // (2 * run.cp) ** 2
+            if self.pattern is not None:  # rectangles
+                most = run.seq_length // (2 * run.cp if run.is_ring else 1)
+                sides = self.pattern.block_size, self.pattern.longest_run(run.seq_length)
+                block = row // run.seq_length * min(sides[0], most) * min(sides[1], most)
             num_bytes += block * (3 if run.kernels else 8)
         return num_bytes
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from megatronish.specs.block_pattern import BlockPattern
+
 DeviceType = Literal["cpu", "cuda"]
 
 
@@ -150,15 +152,21 @@ class NormShape:
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """Scores, softmax and their product with the values: `num_heads` heads, split over tp, in a window or without."""
+    """Scores, softmax and their product with the values: `num_heads` heads, split over tp.
+
+    A token sees all before it, those in a window, or the blocks of a pattern.
+    """
 
     num_heads: int
     query_size: int
     value_size: int
     window: int | None = None
+    pattern: BlockPattern | None = None
 
     def keys(self, seq_length: int, mask: Literal["causal", "full"]) -> float:
         """Keys that the average token of a sequence sees."""
+        if self.pattern is not None:
+            return self.pattern.keys(seq_length, mask)
         visible = min(self.window or seq_length, seq_length)
         return float(visible) if mask == "full" else visible - visible**2 / (2 * seq_length)
 

@@ -16,6 +16,7 @@ from megatronish.config.sections.training import AttentionBackend
 from megatronish.layers.dropout import Dropout
 from megatronish.ops import softmax
 from megatronish.ops.dropout import ProbabilityDropout
+from megatronish.specs.block_pattern import BlockPattern
 
 SIZES = [(12, 1), (12, 2), (12, 3), (24, 3), (32, 4), (70, 5)]  # S, cp
 WINDOWS = (None, 1, 2, 3, 5, 8, 11, 12, 13, 100)  # S is 12 below
@@ -34,13 +35,14 @@ class Case:
     queries: int = 40
     alibi: bool = False
     sinks: bool = False
+    pattern: BlockPattern | None = None
 
     def mask(self, device: str) -> AttentionMask:
         documents = documents_of(self.seq_length).to(device) if self.documents else None
-        first_query = self.seq_length - self.queries
+        num_cached = self.seq_length - self.queries or None
         slopes = alibi_slopes(20)[7:19] if self.alibi else ()
         return AttentionMask(
-            self.seq_length, self.window, documents, torch.device(device), first_query=first_query, slopes=slopes
+            self.seq_length, self.window, documents, torch.device(device), num_cached, slopes, self.pattern
         )
 
     def drop(self, device: str) -> ProbabilityDropout | None:
@@ -79,6 +81,20 @@ CASES = {
     "sinks and dropout": Case(sinks=True, kv_heads=3, dropout=0.2),
     "sinks, a cache and one token": Case(sinks=True, queries=1, kv_heads=3),
     "sinks, a cache and some tokens": Case(sinks=True, queries=6, window=5),
+    "sliding blocks": Case(pattern=BlockPattern("sliding", 4, 2), kv_heads=4),
+    "sliding blocks of one token": Case(pattern=BlockPattern("sliding", 1, 3), size=10),
+    "fixed blocks, the last one ragged": Case(pattern=BlockPattern("fixed", 7, 2, 1), kv_heads=3),
+    "longformer": Case(pattern=BlockPattern("longformer", 5, 1, 2), documents=True),
+    "bigbird": Case(pattern=BlockPattern("bigbird", 4, 1, 1, 2, seed=3), alibi=True, kv_heads=6),
+    "bigbird and sinks": Case(pattern=BlockPattern("bigbird", 3, 2, 1, 1), sinks=True),
+    "blocks of all": Case(pattern=BlockPattern("fixed", 4, 3, 2), sinks=True, alibi=True, documents=True, kv_heads=2),
+    "blocks and dropout": Case(pattern=BlockPattern("bigbird", 4, 2, 1, 1), dropout=0.3, kv_heads=3),
+    "blocks of all, with dropout": Case(
+        pattern=BlockPattern("longformer", 7, 1, 1), dropout=0.2, alibi=True, documents=True, sinks=True
+    ),
+    "a pattern that hides nothing": Case(pattern=BlockPattern("sliding", 8, 5)),
+    "blocks, a cache and one token": Case(pattern=BlockPattern("bigbird", 4, 1, 1, 1), queries=1),
+    "blocks, a cache and some tokens": Case(pattern=BlockPattern("fixed", 4, 2, 1), queries=6, kv_heads=4),
 }
 
 
@@ -117,7 +133,8 @@ def by_definition(case: Case) -> list[Tensor]:
         heads = []
         for sample, head in product(range(2), range(12)):
             documents = None if mask.document_ids is None else mask.document_ids[sample]
-            keys = [key for key in range(place + 1) if sees(place, key, window=case.window, documents=documents)]
+            seen = {"window": case.window, "documents": documents, "pattern": case.pattern}
+            keys = [key for key in range(place + 1) if sees(place, key, **seen)]
             scores = k[keys, sample, head // group] @ q[query, sample, head] / math.sqrt(case.size)
             if case.alibi:
                 scores = scores - alibi_slopes(20)[7 + head] * torch.tensor([float(place - key) for key in keys])

@@ -1,7 +1,6 @@
 """Tests of attention without probabilities in memory: which kernel runs, and FlexAttention's numbers on a CPU."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -18,12 +17,19 @@ from torch.overrides import TorchFunctionMode
 from megatronish.attention import flash
 from megatronish.attention.flash import AttentionProblem, flash_attention, has_flash, kernel_for, masked_by_blocks
 from megatronish.attention.mask import BLOCK, AttentionMask, alibi_slopes
+from megatronish.specs.block_pattern import BlockPattern
 
 PLAIN = AttentionProblem("cuda", torch.bfloat16, 128, is_grouped=False, is_masked=False, capability=(9, 0))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 LENGTHS = (1, 128, 300)
 WINDOWS = (None, 1, 50, 200)
+PATTERNS = [
+    BlockPattern("sliding", 128, 2),
+    BlockPattern("fixed", 48, 3, 1),
+    BlockPattern("longformer", 256, 1, 1),
+    BlockPattern("bigbird", 40, 2, 1, 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +82,30 @@ def test_a_block_mask_is_that_of_torch(documents: bool) -> None:
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), (seq_length, window, name)
         assert torch.equal(ours.to_dense(), theirs.to_dense())
         assert ours.seq_lengths == theirs.seq_lengths
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: f"{pattern.name} of {pattern.block_size}")
+def test_a_block_mask_of_a_pattern_is_that_of_torch(pattern: BlockPattern) -> None:
+    """Blocks of the pattern are smaller than those of FlexAttention, larger, or equal."""
+    for seq_length, ids in product((128, 700), (None, documents_of(700))):
+        given = None if ids is None else ids[:, :seq_length]
+        ours = AttentionMask(seq_length, document_ids=given, pattern=pattern).blocks
+        theirs = create_block_mask(
+            ours.mask_mod, None if ids is None else 2, None, seq_length, seq_length, device="cpu"
+        )
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), (seq_length, name)
+        assert torch.equal(ours.to_dense(), theirs.to_dense())
+        with torch.no_grad():
+            q, k, v = _tensors(kv_heads=2, seq_length=seq_length)
+        mask = AttentionMask(seq_length, document_ids=given, pattern=pattern)
+        found, expected = masked_by_blocks(q, k, v, mask=mask), _by_sdpa(q, k, v, mask)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_padded_sequence_has_the_same_pattern() -> None:
+    mask = AttentionMask(300, pattern=PATTERNS[-1])
+    assert torch.equal(mask.longer(384).layout[:7, :7], mask.layout[:7, :7])
 
 
 def test_a_window_saves_work() -> None:
@@ -192,13 +222,12 @@ def test_generation_compiles_nothing_and_has_no_kernel_planned_for_its_shape(
 
     monkeypatch.setattr(flash, "HAS_COMPILER", True)
     q, k, v = _tensors(kv_heads=2, seq_length=30)
-    mask = AttentionMask(30, 7, first_query=first_query)
-    for in_generation in (True, False):
-        problem = flash._problem(q, k, replace(mask, in_generation=in_generation), may_compile=True)
-        assert problem.may_compile is not in_generation and problem.is_masked
+    for num_cached in (first_query, None):
+        mask = AttentionMask(30, 7, num_cached=num_cached)
+        problem = flash._problem(q, k, mask, may_compile=True)
+        assert problem.may_compile is (num_cached is None) and problem.is_masked
         with Watch():
-            inputs = (q[:, :, first_query:], k, v)
-            flash_attention(*inputs, mask=replace(mask, in_generation=in_generation), may_compile=True)
+            flash_attention(q[:, :, mask.first_query :], k, v, mask=mask, may_compile=True)
     assert found == [False, True]
     assert torch.backends.cuda.cudnn_sdp_enabled()
 

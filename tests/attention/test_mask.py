@@ -8,9 +8,17 @@ from megatronish.attention.all_to_all import num_repeats
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.ring import tiles_of
 from megatronish.attention.zigzag import from_zigzag, places_of, to_zigzag
+from megatronish.specs.block_pattern import BlockPattern
 
 SIZES = [(12, 1), (12, 2), (12, 3), (24, 3), (32, 4), (70, 5)]  # S, cp
 WINDOWS = (None, 1, 2, 3, 5, 8, 11, 12, 13, 100)  # S is 12 below
+PATTERNS = [
+    BlockPattern("sliding", 1, 2),
+    BlockPattern("sliding", 5, 1),
+    BlockPattern("fixed", 2, 2, 1),
+    BlockPattern("longformer", 3, 1, 1),
+    BlockPattern("bigbird", 2, 1, 0, 1),
+]
 
 
 # Who holds what
@@ -78,9 +86,11 @@ def test_a_mask_says_of_any_positions_what_the_definition_says(window: int | Non
         assert mask.whole is mask.whole
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_what_runs_see_of_each_other_is_what_their_mask_says(window: int | None) -> None:
-    mask = AttentionMask(8, window)
+@pytest.mark.parametrize(
+    ("window", "pattern"), [*((window, None) for window in WINDOWS), *((None, p) for p in PATTERNS)]
+)
+def test_what_runs_see_of_each_other_is_what_their_mask_says(window: int | None, pattern: BlockPattern | None) -> None:
+    mask = AttentionMask(8, window, pattern=pattern)
     runs = [range(start, stop) for start in range(8) for stop in range(start + 1, 9)]
     for queries in runs:
         for keys in runs:
@@ -94,6 +104,7 @@ def test_what_runs_see_of_each_other_is_what_their_mask_says(window: int | None)
                     assert torch.equal(dense, torch.ones_like(dense).tril())
                 case "dense":
                     assert not dense.all()
+                    assert pattern is None or dense.any()
     assert AttentionMask(8, window, documents_of(8)).between(range(4, 8), range(4)) in ("dense", "nothing")
 
 
@@ -103,7 +114,32 @@ def test_what_runs_see_of_each_other_is_what_their_mask_says(window: int | None)
 def test_tiles_together_are_the_mask_and_each_token_comes_to_itself_first(
     seq_length: int, cp: int, window: int | None, by_chunks: bool
 ) -> None:
-    mask, places = AttentionMask(seq_length, window), torch.arange(seq_length)
+    check_tiles(AttentionMask(seq_length, window), cp, by_chunks=by_chunks)
+
+
+@pytest.mark.parametrize(("seq_length", "cp"), [size for size in SIZES if size[1] > 1])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: f"{pattern.name} of {pattern.block_size}")
+def test_tiles_of_a_pattern_are_what_it_shows_and_chunks_that_it_hides_are_left_out(
+    seq_length: int, cp: int, pattern: BlockPattern
+) -> None:
+    mask = AttentionMask(seq_length, pattern=pattern)
+    for by_chunks in (False, True):
+        check_tiles(mask, cp, by_chunks=by_chunks)
+    if not mask.is_causal:  # no dense mask is needed: a tile is seen whole, or is a causal square
+        ranks = range(cp)
+        tiles = [
+            each
+            for rank in ranks
+            for source in ranks
+            for each in tiles_of(rank, source, cp_size=cp, mask=mask, by_chunks=False)
+        ]
+        assert {each.block_mask for each in tiles} <= {"causal", "everything"}
+
+
+def check_tiles(mask: AttentionMask, cp: int, *, by_chunks: bool) -> None:
+    """All tiles of all ranks, place by place."""
+    seq_length = mask.seq_length
+    places = torch.arange(seq_length)
     found, computed = torch.zeros(seq_length, seq_length, dtype=torch.bool), []
     for rank in range(cp):
         mine, begun = places_of(seq_length, rank, cp), torch.zeros(seq_length, dtype=torch.bool)

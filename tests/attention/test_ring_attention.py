@@ -23,6 +23,7 @@ from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, Mesh
+from megatronish.specs.block_pattern import BlockPattern
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Case:
     dropout: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    pattern: BlockPattern | None = None
     dtype: torch.dtype = torch.float32
 
 
@@ -68,6 +70,17 @@ CASES = {
     "bf16 documents": Case(dtype=torch.bfloat16, documents=True, kv_heads=4),
     "fp64 of all": Case(dtype=torch.float64, documents=True, window=17, kv_heads=6, dropout=0.1),
     "fp64 in a window": Case(dtype=torch.float64, window=9, kv_heads=6),
+    "blocks within a chunk": Case(pattern=BlockPattern("sliding", 3, 1)),
+    "blocks as long as a chunk": Case(pattern=BlockPattern("sliding", 8, 2), kv_heads=4),
+    "blocks over chunks": Case(pattern=BlockPattern("longformer", 13, 1, 1), chunk=5),
+    "fixed blocks": Case(pattern=BlockPattern("fixed", 2, 2, 1), kv_heads=3, dropout=0.2),
+    "blocks of all": Case(
+        pattern=BlockPattern("bigbird", 3, 1, 1, 1), documents=True, alibi=True, sinks=True, kv_heads=4, chunk=5
+    ),
+    "blocks of all, with dropout": Case(
+        pattern=BlockPattern("bigbird", 3, 2, 0, 2), documents=True, alibi=True, sinks=True, chunk=7, dropout=0.1
+    ),
+    "bf16 blocks": Case(dtype=torch.bfloat16, pattern=BlockPattern("bigbird", 4, 2, 1, 1), chunk=16),
     "bf16 of all": Case(dtype=torch.bfloat16, documents=True, kv_heads=4, dropout=0.1),
 }
 Method = Literal["p2p", "a2a"]
@@ -112,7 +125,7 @@ def compute(case: Case, whole: Tensors, mine: Tensor, *, cp: Axis, method: Metho
     q, k, v, dout = (x[mine] for x in whole)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     slopes = alibi_slopes(case.heads) if case.alibi else ()
-    mask = AttentionMask(seq_length, case.window, documents_of(case, seq_length), slopes=slopes)
+    mask = AttentionMask(seq_length, case.window, documents_of(case, seq_length), slopes=slopes, pattern=case.pattern)
     sinks = torch.linspace(-2, 3, case.heads).to(case.dtype).to(q.dtype).requires_grad_() if case.sinks else None
     leaves += [] if sinks is None else [sinks]
     out = attend(q, k, v, cp=cp, method=method, mask=mask, first_head=7, dropout=dropout_of(case), sinks=sinks)

@@ -325,3 +325,96 @@ def test_a_learning_rate_without_a_scheduler_is_the_same_in_every_step(tmp_path:
 def test_a_batch_that_is_no_multiple_of_the_micro_batch_is_refused() -> None:
     with pytest.raises(UserError, match=r"train_batch_size=4 must be a multiple of train_micro_batch_size_per_gpu=7;"):
         from_deepspeed({"train_micro_batch_size_per_gpu": 7, "train_batch_size": 4})
+
+
+def sparse(**section: Any) -> Imported:
+    """What becomes of a section sparse_attention."""
+    return from_deepspeed({"sparse_attention": section})
+
+
+def of_pattern(found: Imported) -> dict[str, Any]:
+    """The settings of the pattern, by the ends of their names."""
+    return {name.removeprefix("attention_"): value for name, value in found.settings.items() if "attention_" in name}
+
+
+def test_modes_of_sparse_attention_are_patterns() -> None:
+    causal = {"attention": "unidirectional"}
+    fixed = sparse(mode="fixed", block=32, num_local_blocks=8, num_global_blocks=2, **causal)
+    assert of_pattern(fixed) == {"pattern": "fixed", "block_size": 32, "local_blocks": 8, "global_blocks": 2}
+    bigbird = sparse(mode="bigbird", num_sliding_window_blocks=5, num_random_blocks=2, **causal)
+    assert of_pattern(bigbird) == {
+        **{"pattern": "bigbird", "block_size": 16, "local_blocks": 3, "global_blocks": 1},
+        "random_blocks": 2,
+    }
+    longformer = sparse(mode="bslongformer", global_block_indices=[1, 0], **causal)
+    assert of_pattern(longformer) == {
+        **{"pattern": "longformer", "block_size": 16, "local_blocks": 2, "global_blocks": 2},
+    }
+    ranges = sparse(mode="bslongformer", global_block_indices=[0], global_block_end_indices=[3], **causal)
+    assert of_pattern(ranges)["global_blocks"] == 3
+    window = sparse(mode="local_sliding_window", num_sliding_window_blocks=4)
+    assert of_pattern(window) == {"pattern": "sliding", "block_size": 16, "local_blocks": 3}
+    for found in (fixed, bigbird, longformer, ranges, window):
+        assert not any("sparse_attention" in key for key in found.otherwise | found.left_out)
+    assert of_pattern(sparse(mode="dense")) == of_pattern(from_deepspeed({})) == {}
+
+
+def test_defaults_of_sparse_attention_are_those_of_deepspeed() -> None:
+    found = sparse(block=16)
+    assert of_pattern(found) == {"pattern": "fixed", "block_size": 16, "local_blocks": 4, "global_blocks": 1}
+    assert "attention here is causal" in found.otherwise["sparse_attention.attention"]
+    assert of_pattern(sparse(mode="bigbird"))["random_blocks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "reason"),
+    [
+        ({"mode": "variable"}, "mode", "windows of unlike sizes are not there"),
+        ({"num_different_global_patterns": 2}, "num_different_global_patterns", "all heads see the last blocks"),
+        ({"horizontal_global_attention": True}, "horizontal_global_attention", "a token sees no later one"),
+        ({"mode": "bigbird", "different_layout_per_head": True}, "different_layout_per_head", "all heads have one"),
+        ({"mode": "bslongformer", "global_block_indices": [0, 7]}, "global_block_indices", "the first 1 of the seq"),
+    ],
+)
+def test_what_no_pattern_has_of_sparse_attention_is_said(section: dict[str, Any], key: str, reason: str) -> None:
+    found = sparse(attention="unidirectional", **section)
+    assert reason in found.otherwise[f"sparse_attention.{key}"]
+    assert any(reason in line for line in found.warnings())
+
+
+def test_keys_of_sparse_attention_that_a_mode_does_not_read_are_listed() -> None:
+    found = sparse(attention="unidirectional", num_random_blocks=3, made_up=1, different_layout_per_head=True)
+    assert "mode fixed does not read it" in found.left_out["sparse_attention.num_random_blocks"]
+    assert "it is not known here" in found.left_out["sparse_attention.made_up"]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"mode": "striped"},
+            r"sparse_attention.mode='?striped'? must be one of dense, variable, fixed, bigbird, bslong",
+        ),
+        ({"num_local_blocks": 2.5}, r"sparse_attention.num_local_blocks=2.5 must be a whole number; correct the file"),
+        ({"num_local_blocks": "many"}, r"num_local_blocks=.*must be a number; correct the file"),
+        (
+            {"mode": "bslongformer", "global_block_indices": 3},
+            r"sparse_attention.global_block_indices=3 must be a list of whole numbers from 0 to 100000; correct",
+        ),
+        (
+            {"mode": "bslongformer", "global_block_indices": [0, 4], "global_block_end_indices": [1]},
+            r"global_block_indices has 2 numbers, and global_block_end_indices must have as many, not 1; correct",
+        ),
+    ],
+)
+def test_a_wrong_section_of_sparse_attention_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        sparse(**section)
+
+
+def test_an_imported_pattern_is_read(tmp_path: Path) -> None:
+    values = {"sparse_attention": {"mode": "bigbird", "block": 4, "attention": "unidirectional"}}
+    (tmp_path / "ds_config.json").write_text(json.dumps(DEEPSPEED | values))
+    (tmp_path / "mine.toml").write_text(import_config("deepspeed", tmp_path / "ds_config.json"))
+    config = read_config(["--config", str(tmp_path / "mine.toml"), *MODEL, "--seq-length", "8"]).config
+    assert (config.model.attention_pattern, config.model.attention_block_size) == ("bigbird", 4)

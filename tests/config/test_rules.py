@@ -230,7 +230,15 @@ from megatronish.config.fields import FIELDS
         ("--decoupled-lr 1e-4 --lr-warmup-init 5e-4", r"^lr_warmup_init=0.0005 must not exceed decoupled_lr=0.0001"),
         (
             "--window-attn-skip-freq 2",
-            r"^window_attn_skip_freq=2 needs window_size; add --window-size, or leave it out",
+            r"^window_attn_skip_freq=2 needs window_size or attention_pattern; add --window-size or --attention-pa",
+        ),
+        (
+            "--window-size 8 --attention-pattern sliding",
+            r"^attention_pattern=sliding has local blocks of its own, and window_size=8 is another way to see less",
+        ),
+        (
+            "--attention-pattern fixed --attention-local-blocks 2 --attention-global-blocks 3",
+            r"^attention_global_blocks=3 of attention_pattern=fixed are the last ones of a window of attention_local",
         ),
         (
             "--window-size 8 --window-attn-skip-freq [1]*3",

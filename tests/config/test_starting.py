@@ -21,6 +21,7 @@ GATED = replace(GPT, swiglu=True)
 MODELS = (
     *(GPT, ROPE, YARN, replace(ROPE, rope_scaling_type="llama3"), replace(GPT, disable_bias_linear=True), GATED),
     replace(GPT, window_size=3),
+    replace(GPT, attention_pattern="bigbird"),
     replace(GPT, num_experts=4),
 )
 NAMES = [field.name for field in fields(ModelConfig)]
@@ -72,6 +73,9 @@ def test_the_fields_that_training_alone_reads_are_these() -> None:
         (GPT, {"activation_func_clamp_value": 7.0}),
         (ROPE, {"no_rope_freq": "[0]*2"}),
         (replace(GPT, window_size=3), {"window_attn_skip_freq": "[1, 1]"}),
+        (GPT, {"attention_block_size": 16, "attention_local_blocks": 2, "attention_pattern_seed": 3}),
+        (replace(GPT, attention_pattern="fixed"), {"attention_random_blocks": 3, "attention_pattern_seed": 3}),
+        (replace(GPT, attention_pattern="sliding"), {"attention_global_blocks": 3}),
     ],
 )
 def test_fields_that_a_model_does_not_read_or_that_repeat_derived_sizes_change_nothing(

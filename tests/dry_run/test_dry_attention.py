@@ -10,9 +10,10 @@ from sweeps import some_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatronish.attention import dropout_attention
-from megatronish.attention.mask import BLOCK
+from megatronish.attention.mask import BLOCK, AttentionMask
 from megatronish.dry_run.attention import Reference, computed_scores, dropped_references
 from megatronish.dry_run.recorder import StepRecorder
+from megatronish.specs.block_pattern import BlockPattern
 
 
 def all_references() -> dict[Any, Reference]:
@@ -58,3 +59,11 @@ def test_scores_of_flex_attention_are_those_of_blocks_in_which_a_query_sees_a_ke
         for columns in places.split(BLOCK):
             expected += len(rows) * len(columns) * bool(seen[rows][:, columns].any())
     assert computed_scores(length, window) == expected
+
+
+@pytest.mark.parametrize("size", [16, 128, 200])
+def test_scores_of_flex_attention_with_a_pattern_are_those_of_its_block_mask(size: int) -> None:
+    pattern = BlockPattern("bigbird", size, 2, 1, 1)
+    blocks = AttentionMask(1000, pattern=pattern).blocks.to_dense()[0, 0].bool()
+    sizes = torch.tensor([BLOCK] * 7 + [1000 - 7 * BLOCK])
+    assert computed_scores(1000, None, pattern) == int((blocks * sizes[:, None] * sizes).sum())

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from models import GPT2, LLAMA3_8B, VARIANTS
 
+from megatronish.attention.mask import AttentionMask
 from megatronish.config.sections.model import ModelConfig
 from megatronish.estimate.costs.flops import forward_flops, hardware_flops_per_token, model_flops_per_token
 from megatronish.estimate.costs.parameters import num_parameters, parameters_of_stage
@@ -62,6 +64,23 @@ def test_a_causal_mask_halves_attention_and_a_window_cuts_it() -> None:
     assert forward_flops(windowed, vocab_size=1, seq_length=8192).scores == pytest.approx(full * seen / 8192, rel=1e-3)
     wide = replace(LLAMA3_8B, window_size=10**6)
     assert forward_flops(wide, vocab_size=1, seq_length=8192).scores == full / 2
+
+
+def test_a_pattern_cuts_attention_by_its_density() -> None:
+    """Counted from the scores of a dense mask; the diagonal counts half, as for a causal mask."""
+    options = {"attention_pattern": "bigbird", "attention_block_size": 16, "attention_local_blocks": 2}
+    sparse = replace(LLAMA3_8B, **options)
+    spec = layer_specs(sparse)[0].attention
+    places = torch.arange(512)
+    seen = int(AttentionMask(512, pattern=spec.pattern).dense(places, places).sum()) - 512 / 2
+    plain, found = (forward_flops(model, vocab_size=1, seq_length=512) for model in (LLAMA3_8B, sparse))
+    density = seen / (512 * 512 / 2)
+    assert found.scores / plain.scores == pytest.approx(density) and density < 0.3
+    assert found.values / plain.values == pytest.approx(density)
+    some = replace(sparse, window_attn_skip_freq="2")
+    mixed = forward_flops(some, vocab_size=1, seq_length=512)
+    assert mixed.scores == pytest.approx((plain.scores + found.scores) / 2)
+    assert (found.linear, found.logits) == (plain.linear, plain.logits)
 
 
 def test_hardware_flops_add_padding_and_the_scores_of_the_backward() -> None:

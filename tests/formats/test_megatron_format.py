@@ -557,6 +557,10 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], before_core: 
     [
         ({"position_embedding_type": "alibi"}, "no counterpart for position_embedding_type=alibi; keep this model in"),
         ({"embed_layernorm": True}, "no counterpart for embed_layernorm"),
+        (
+            {"attention_pattern": "fixed"},
+            "no counterpart for attention_pattern=fixed; keep this model in another format",
+        ),
         ({"openai_gelu": True, "disable_bias_linear": True}, "openai_gelu .* with disable_bias_linear"),
         ({"position_embedding_type": "rope", "rope_scaling_type": "yarn"}, "no counterpart for rope_scaling_type=yarn"),
         (

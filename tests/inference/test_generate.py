@@ -108,7 +108,8 @@ def written(capsys: pytest.CaptureFixture[str], load: Path, prompt: str = PROMPT
 
 @pytest.mark.parametrize("lengths", [(1, 5, 9), (3, 3, 3), (4, S - 2, S + 5)], ids=str)
 @pytest.mark.parametrize(
-    "variant", ["gpt2", "llama", "mistral", "qwen", "no positions", "bloom", "gpt-oss", "off by one"]
+    "variant",
+    ["gpt2", "llama", "mistral", "qwen", "no positions", "bloom", "gpt-oss", "off by one", "fixed blocks", "bigbird"],
 )
 def test_what_is_kept_of_the_past_changes_no_logit(variant: str, lengths: tuple[int, ...]) -> None:
     model = model_of(VARIANTS[variant])
@@ -123,7 +124,7 @@ def test_what_is_kept_of_the_past_changes_no_logit(variant: str, lengths: tuple[
 
 
 @pytest.mark.parametrize("backend", ["fused_softmax", "unfused"])
-@pytest.mark.parametrize("variant", ["llama", "mistral", "alibi in a window", "gpt-oss"])
+@pytest.mark.parametrize("variant", ["llama", "mistral", "alibi in a window", "gpt-oss", "bigbird"])
 def test_the_past_is_the_same_for_every_backend_of_attention(variant: str, backend: AttentionBackend) -> None:
     model, prompts = model_of(VARIANTS[variant]), [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3]]
     before = seen_of(model, prompts, num_tokens=8, seq_length=S)

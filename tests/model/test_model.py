@@ -16,6 +16,7 @@ from megatronish.model.gpt import GPT, Execution, ModelChunk
 from megatronish.model.rope import RotaryEmbedding, Rotation, rotate
 from megatronish.parallel.mesh import dense_domain
 from megatronish.parallel.sharding import collect_shardings, initialize
+from megatronish.specs.block_pattern import BlockPattern
 
 VOCABULARY = 37
 S, B = 20, 2
@@ -75,6 +76,10 @@ VARIANTS = {
         softmax_type="learnable",
         window_size=4,
         window_attn_skip_freq="2",
+    ),
+    "fixed blocks": replace(LLAMA, attention_pattern="fixed", attention_block_size=2, attention_local_blocks=2),
+    "bigbird": replace(
+        GPT2, attention_pattern="bigbird", attention_block_size=3, attention_local_blocks=1, window_attn_skip_freq="2"
     ),
     "smollm": replace(LLAMA, no_rope_freq="[0, 1]", activation_func_clamp_value=0.5),
     "off by one": replace(LLAMA, softmax_type="off-by-one", embed_layernorm=True, apply_layernorm_1p=True),
@@ -149,7 +154,7 @@ def _of_layer(config: ModelConfig, layer: int) -> ModelConfig:
     """Config of a layer by itself: window and RoPE are left out where a pattern says so (last layer alone here)."""
     assert config.num_layers == 2
     if layer == 1 and config.window_attn_skip_freq == "2":
-        config = replace(config, window_size=None)
+        config = replace(config, window_size=None, attention_pattern="none")
     if layer == 1 and config.no_rope_freq == "[0, 1]":
         config = replace(config, position_embedding_type="none")
     return config
@@ -212,6 +217,9 @@ def _plain_attention(
             seen = [j for j in range(i + 1) if documents[i] == documents[j]]
             if config.window_size is not None:
                 seen = [j for j in seen if i - j < config.window_size]
+            if (pattern := BlockPattern.of(config)) is not None:
+                blocks = pattern.row(i // pattern.block_size)
+                seen = [j for j in seen if j // pattern.block_size in blocks]
             scores = (k[seen] @ q[i]) / math.sqrt(size)
             if config.position_embedding_type == "alibi":  # of 4 heads
                 scores = scores - 2.0 ** (-2 * (head + 1)) * torch.tensor([i - j for j in seen])

@@ -38,6 +38,10 @@ def lines_of(flags: str) -> str:
             "explicit probabilities by torch's softmax (the fused one has no sinks)",
         ),
         ("--softmax-type learnable --cp 2", f"{RING}{DROPOUT}"),
+        (
+            f"{NO_DROPOUT} --attention-pattern sliding --attention-block-size 1 --attention-local-blocks 1",
+            "scaled_dot_product_attention (flash where the device has it); sliding blocks of 1, ",
+        ),
         (f"{NO_DROPOUT} --attention-backend unfused", "explicit probabilities by torch's softmax, as requested"),
         (
             f"{NO_DROPOUT} --attention-backend fused_softmax",
@@ -46,7 +50,9 @@ def lines_of(flags: str) -> str:
     ],
 )
 def test_the_attention_that_runs_is_told_with_its_reason(flags: str, told: str) -> None:
-    assert f"\nattention: {told}; optimizer: " in lines_of(flags)
+    lines = lines_of(flags)
+    assert f"\nattention: {told}" in lines
+    assert "--attention-pattern" in flags or f"\nattention: {told}; optimizer: " in lines
 
 
 EXPERTS = f"{NO_DROPOUT} --num-experts 8 --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-layer-freq [0,1]"

@@ -39,6 +39,7 @@ def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
         "recompute": tuple(RECOMPUTE),
         "cp_comm_type": ("p2p", "a2a") if layout.cp > 1 else (None,),
         "attention_backend": ("auto", "fused_softmax"),
+        "sight": ("all", "window", "fixed", "bigbird"),
         "eod_mask_loss": (True, False),
         "documents": (True, False),
         "micro_batch_size": (1, 2),
@@ -68,6 +69,7 @@ CASES = [
     *[Layout(tp=2, pp=2)] * 2,
     Layout(pp=3, cp=2),
     *[Layout(dp=4, pp=2)] * 3,
+    Layout(pp=2, cp=4),
 ]
 CHOICES = [choices(layout) for layout in CASES]
 ADAPTERS = {
@@ -106,7 +108,7 @@ def fewest_adapted(dealt: Sequence[Chosen]) -> set[int]:
 
 
 ADAPTER_SEED = 0
-DEALT = with_adapters(pairwise(CHOICES, seed=131))
+DEALT = with_adapters(pairwise(CHOICES, seed=111))
 ADAPTED = fewest_adapted(DEALT)
 """Cases whose adapters are trained in the usual run; `pytest --all-layouts` trains those of all."""
 
@@ -115,6 +117,7 @@ def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
     """A small model that the layout divides."""
     family = chosen["family"]
     llama, qwen, oss = family in ("llama", "gpt_oss"), family == "qwen", family == "gpt_oss"
+    sight = chosen["sight"]
     # At least 3; where heads are traded for sequence, tp cp of them, and key/value heads that cp need not divide.
     trades_heads = chosen["cp_comm_type"] == "a2a"
     unit = layout.tp * layout.cp if trades_heads else layout.tp
@@ -146,8 +149,11 @@ def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
         add_attention_bias=family == "llama" and chosen["tied"],
         add_mlp_bias=family == "llama" and not chosen["tied"] and chosen["eod_mask_loss"],
         qk_layernorm=qwen,
-        window_size=5 if qwen or oss else None,
-        window_attn_skip_freq="2" if oss else None,
+        window_size=5 if sight == "window" else None,
+        window_attn_skip_freq="2" if oss and sight != "all" else None,
+        attention_pattern=sight if sight in ("fixed", "bigbird") else "none",
+        attention_block_size=2,
+        attention_local_blocks=2 if sight == "fixed" else 1,
         no_rope_freq=str([1] + [0] * (num_layers - 1)) if oss else None,
         untie_embeddings_and_output_weights=not chosen["tied"],
         attention_dropout=chosen["dropout"],
@@ -244,6 +250,7 @@ def name_of(layout: Layout, chosen: Chosen) -> str:
         "documents": {True: "documents", False: ""},
         "overlap": {True: "", False: "no_overlap", None: ""},
         "decoupled": {True: "decoupled", False: ""},
+        "sight": {"all": "", "window": "window", "fixed": "fixed", "bigbird": "bigbird"},
     }
     words = [chosen["family"], chosen.get("adapter", ""), *(said[feature][chosen[feature]] for feature in said)]
     words += [chosen["optimizer"]] if chosen["optimizer"] != "adam" else []

@@ -56,7 +56,11 @@ def test_experts_meet_every_feature_in_some_layout() -> None:
 
 HALF = [
     (Layout(dp=2, tp=2), {"experts": "softmax", "family": "llama", "ep": "most", "etp": "one"}, "bf16"),
-    (Layout(cp=2, tp=2), {"experts": "sigmoid", "family": "qwen", "ep": "fewest", "etp": "tp"}, "bf16"),
+    (
+        Layout(cp=2, tp=2),
+        {"experts": "sigmoid", "family": "qwen", "sight": "window", "ep": "fewest", "etp": "tp"},
+        "bf16",
+    ),
     (Layout(dp=2, pp=2), {"experts": "capacity", "family": "gpt2", "ep": "most", "etp": "one"}, "bf16"),
     (Layout(dp=2, tp=2), {"experts": "sigmoid", "family": "llama", "ep": "most", "etp": "tp"}, "fp16"),
 ]

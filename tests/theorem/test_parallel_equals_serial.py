@@ -113,14 +113,27 @@ def test_every_kind_of_adapter_meets_every_feature() -> None:
 BF16_CASES = [
     (Layout(dp=2, tp=2, pp=2), {"family": "gpt2", "tied": True, "sequence_parallel": True, "dropout": 0.1}),
     (Layout(tp=4), {"family": "llama", "tied": False, "sequence_parallel": False, "dropout": 0.0}),
-    (Layout(dp=2, pp=4), {"family": "qwen", "tied": True, "sequence_parallel": False, "dropout": 0.0}),
+    (
+        Layout(dp=2, pp=4),
+        {"family": "qwen", "tied": True, "sequence_parallel": False, "dropout": 0.0, "sight": "window"},
+    ),
     # Without its clamp, whose kink makes a gradient jump: rounding alone moves one process by 3.6e-2 from fp32.
     (
         Layout(cp=2, tp=2),
-        {"family": "gpt_oss", "tied": True, "sequence_parallel": True, "dropout": 0.0, "clamped": False},
+        {
+            "family": "gpt_oss",
+            "tied": True,
+            "sequence_parallel": True,
+            "dropout": 0.0,
+            "clamped": False,
+            "sight": "window",
+        },
     ),
     (Layout(cp=2, pp=2), {"family": "bloom", "tied": True, "sequence_parallel": False, "dropout": 0.0}),
-    (Layout(cp=4, tp=2), {"family": "qwen", "tied": True, "sequence_parallel": True, "dropout": 0.0}),
+    (
+        Layout(cp=4, tp=2),
+        {"family": "qwen", "tied": True, "sequence_parallel": True, "dropout": 0.0, "sight": "window"},
+    ),
     (
         Layout(cp=2, pp=2, tp=2),
         {"family": "llama", "tied": True, "sequence_parallel": False, "dropout": 0.1, "schedule": "zb-v"}
@@ -138,6 +151,7 @@ def test_in_bf16_a_layout_is_as_near_to_fp32_as_one_process_is(layout: Layout, m
     usual: Chosen = {"schedule": "1f1b", "split": "even", "recompute": "none", "cp_comm_type": "p2p"}
     usual |= {
         "attention_backend": "auto",
+        "sight": "all",
         "optimizer": "adam",
         "decoupled": False,
         "zero": 0,

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatronish.compat.importers.deepspeed_optimizer import EXACT, optimizer
 from megatronish.compat.importers.deepspeed_scheduler import scheduler
+from megatronish.compat.importers.deepspeed_sparse import sparse_attention
 from megatronish.compat.importers.imported import (
     AUTO,
     NO_SUCH_RECORD,
@@ -31,7 +32,7 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
     inner = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "compile")
     others = (
         *(*inner, "bfloat16", "torch_autocast", "tensorboard", "wandb", "tensor_parallel"),
-        *("gradient_accumulation_steps", "gradient_allreduce_op"),
+        *("gradient_accumulation_steps", "gradient_allreduce_op", "sparse_attention"),
     )
     apply(found, {key: value for key, value in values.items() if key not in others}, TOP)
     # 2. The order counts: the batch needs the sizes above, and the scheduler replaces the optimizer's learning rate.
@@ -42,6 +43,7 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
     _autocast(found, section(values, "torch_autocast"))
     _zero(found, section(values, "zero_optimization"))
     _activations(found, section(values, "activation_checkpointing"))
+    sparse_attention(found, section(values, "sparse_attention"))
     _compile(found, section(values, "compile"))
     _records(found, values)
     if "context_parallel_size" in found.settings and found.settings["context_parallel_size"] > 1:
@@ -277,7 +279,6 @@ TOP: dict[str, Rule] = {
     "compression_training": NOT_THERE,
     "curriculum_learning": NOT_THERE,
     "data_efficiency": NOT_THERE,
-    "sparse_attention": NOT_THERE,
     "progressive_layer_drop": NOT_THERE,
     "eigenvalue": NO_SUCH_RECORD,
     "quantize_training": NOT_THERE,

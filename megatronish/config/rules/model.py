@@ -84,7 +84,7 @@ def _rope_scaling(config: Config) -> str | None:
 
 
 def _pattern(name: str, needed: str, has: Callable[[ModelConfig], bool], remedy: str) -> ConfigRule:
-    """Rule on a pattern over the layers, which needs the setting that it takes from some of them."""
+    """Rule on a pattern over the layers, which needs a setting, such as `needed`, that it takes from some of them."""
 
     def complaint(config: Config) -> str | None:
         text = getattr(config.model, name)
@@ -98,7 +98,27 @@ def _pattern(name: str, needed: str, has: Callable[[ModelConfig], bool], remedy:
             return f"{name}={text} {error}; change {FIELDS[name].flag}"
         return None
 
-    return ConfigRule((name, "num_layers", needed.partition("=")[0]), complaint)
+    return ConfigRule((name, "num_layers", *(each.partition("=")[0] for each in needed.split(" or "))), complaint)
+
+
+def _pattern_or_window(config: Config) -> str | None:
+    model = config.model
+    if model.attention_pattern == "none" or model.window_size is None:
+        return None
+    return (
+        f"attention_pattern={model.attention_pattern} has local blocks of its own, and window_size={model.window_size} "
+        "is another way to see less; leave one of them out"
+    )
+
+
+def _fixed_pattern(config: Config) -> str | None:
+    model = config.model
+    if model.attention_pattern != "fixed" or model.attention_global_blocks <= model.attention_local_blocks:
+        return None
+    return (
+        f"attention_global_blocks={model.attention_global_blocks} of attention_pattern=fixed are the last ones of a "
+        f"window of attention_local_blocks={model.attention_local_blocks}; use at most as many"
+    )
 
 
 def _gate(config: Config) -> str | None:
@@ -136,7 +156,14 @@ RULES = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"), _rope_head
     ),
     ConfigRule(("rope_scaling_type", "position_embedding_type", *_SCALING), _rope_scaling),
-    _pattern("window_attn_skip_freq", "window_size", lambda model: model.window_size is not None, "add --window-size"),
+    _pattern(
+        "window_attn_skip_freq",
+        "window_size or attention_pattern",
+        lambda model: model.window_size is not None or model.attention_pattern != "none",
+        "add --window-size or --attention-pattern",
+    ),
+    ConfigRule(("attention_pattern", "window_size"), _pattern_or_window),
+    ConfigRule(("attention_pattern", "attention_local_blocks", "attention_global_blocks"), _fixed_pattern),
     _pattern(
         "no_rope_freq",
         "position_embedding_type=rope",

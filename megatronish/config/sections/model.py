@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatronish.config.marks import REQUIRED, TRAINING_ONLY, NamedIn, at_least, at_most, fraction, greater_than
+from megatronish.config.sections.pattern import PatternOptions
 from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, in_braces
 
@@ -197,7 +198,7 @@ class DenseOptions:
     window_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Sliding window: a token sees itself and the window_size - 1 tokens before it (Mistral)."""
     window_attn_skip_freq: str | None = None
-    """Layers without the window: N for every N-th, or a list with 1 for a window and 0 for none, as "[1]*3+[0]"."""
+    """Layers without the window or pattern: N for every N-th, or a list, 1 for layers with it, as "[1]*3+[0]"."""
     no_rope_freq: str | None = None
     """Layers without RoPE: N for every N-th, or a list with 1 for no RoPE and 0 for RoPE."""
     softmax_type: SoftmaxType = "vanilla"
@@ -251,15 +252,6 @@ class DenseOptions:
         return self.swiglu or self.quick_geglu
 
     @property
-    def windowed_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has the sliding window; UserError for a --window-attn-skip-freq that is no pattern."""
-        if self.window_size is None or self.window_attn_skip_freq is None:
-            return (self.window_size is not None,) * self.num_layers
-        return read_marks(
-            "window_attn_skip_freq", self.window_attn_skip_freq, num_layers=self.num_layers, every_nth=False
-        )
-
-    @property
     def rotated_layers(self) -> tuple[bool, ...]:
         """Whether each layer has RoPE; UserError for a --no-rope-freq that is no pattern."""
         if self.position_embedding_type != "rope" or self.no_rope_freq is None:
@@ -304,8 +296,18 @@ class DenseOptions:
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertOptions, DenseOptions):
-    """Architecture of a GPT: the options of every layer, then those of layers with experts."""
+class ModelConfig(ExpertOptions, PatternOptions, DenseOptions):
+    """Architecture of a GPT: the options of every layer, then those of sparse attention and of layers with experts."""
+
+    @property
+    def windowed_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has the sliding window, or the pattern; UserError for a skip frequency that is none."""
+        has_any = self.window_size is not None or self.attention_pattern != "none"
+        if not has_any or self.window_attn_skip_freq is None:
+            return (has_any,) * self.num_layers
+        return read_marks(
+            "window_attn_skip_freq", self.window_attn_skip_freq, num_layers=self.num_layers, every_nth=False
+        )
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:

@@ -260,12 +260,13 @@ class LayerMemory:
         """Bytes of masks that all micro-batches share, and of each that waits, whose documents have their own."""
         model, run = self.config.model, self.run(self.element)
         packs, has_alibi = run.packs_documents, run.has_alibi
-        if self.device == "cpu":  # ALiBi's biases alone, if not of a ring, which makes them for a tile at a time
+        specs = {getattr(spec, "attention", None) for spec in layer_specs(model)}
+        if self.device == "cpu":  # ALiBi's biases alone, if neither a ring nor blocks make them for a tile at a time
+            by_blocks = run.backend in ("auto", "flash") and all(spec and spec.is_sparse(run) for spec in specs)
             biases = self.element * model.num_attention_heads // self.tp * run.seq_length
             samples = 1 if packs else run.micro_batch_size
-            size = float(self.tokens * (biases // samples)) if has_alibi and not self.is_ring else 0.0
+            size = float(self.tokens * (biases // samples)) if has_alibi and not self.is_ring and not by_blocks else 0.0
             return (0.0, size) if packs else (size, 0.0)
-        specs = {getattr(spec, "attention", None) for spec in layer_specs(model)}
         if not any(spec.has_dense_mask(run) for spec in specs if spec is not None):
             return 0.0, 0.0
         heads = model.num_attention_heads // (self.tp * self.cp)

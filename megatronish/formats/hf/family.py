@@ -145,6 +145,7 @@ def in_no_family(model: ModelConfig) -> str | None:
             f"moe_router_topk_scaling_factor={factor}": has_experts and factor not in (None, 1),
             f"moe_expert_capacity_factor={capacity}": has_experts and capacity is not None,
             f"softmax_type={model.softmax_type}": model.softmax_type != "vanilla",
+            f"attention_pattern={model.attention_pattern}": model.attention_pattern != "none",
             "quick_geglu": model.quick_geglu,
             f"glu_linear_offset={model.glu_linear_offset}": model.is_gated and model.glu_linear_offset != 0,
             f"activation_func_clamp_value={model.activation_func_clamp_value}": model.is_gated

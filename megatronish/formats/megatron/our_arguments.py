@@ -34,6 +34,8 @@ def check_counterpart(model: ModelConfig) -> None:
         raise refuse("embed_layernorm")
     if model.qk_layernorm_across_heads:
         raise refuse("qk_layernorm_across_heads")
+    if model.attention_pattern != "none":
+        raise refuse(f"attention_pattern={model.attention_pattern}")
     if model.clip_qkv is not None:
         raise refuse(f"clip_qkv={model.clip_qkv}")
     for name in ("add_attention_bias", "add_mlp_bias"):
