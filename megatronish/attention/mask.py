@@ -1,4 +1,4 @@
-"""Attention masks: causal, within a sliding window and within documents, for a whole sequence or blocks of it.
+"""Attention masks: causal or bidirectional, within a window and documents, for a whole sequence or blocks of it.
 
 With ALiBi (attention with linear biases, Press et al. 2022, arXiv:2108.12409) a mask also says how much a key counts:
 its score falls by slope x distance, and there are no other positions. Each head has a slope of its own. The slopes of a
@@ -30,6 +30,9 @@ CPU = torch.device("cpu")
 class AttentionMask:
     """Causal mask: a token sees itself and the tokens before it, `window_size` at most, of its own document.
 
+    One that is not `causal` is bidirectional (BERT): a token sees all tokens of its own document, so that padding is a
+    document of its own. It has neither a window nor ALiBi, and no KV cache.
+
     Positions and document ids are those along the whole sequence, whatever part of it a rank holds.
     """
 
@@ -40,6 +43,7 @@ class AttentionMask:
     first_query: int = 0  # tokens before it are keys alone: they are in the KV cache
     slopes: tuple[float, ...] = ()  # of ALiBi, one for each head that a rank computes
     in_generation: bool = False  # lengths change from forward to forward: nothing is worth making for one of them
+    causal: bool = True
     # What is made once; torch.compile reads dicts, and no cached_property.
     _wholes: dict[str, Tensor | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     _biases: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -50,6 +54,10 @@ class AttentionMask:
     )
     _longer: dict[int, "AttentionMask"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        is_plain = self.window_size is None and not self.slopes and self.first_query == 0
+        assert self.causal or is_plain, "a bidirectional mask has no window, no ALiBi and no KV cache"
+
     def variant(self, window_size: int | None, slopes: tuple[float, ...]) -> "AttentionMask":
         """Mask of the same sequence with this window and these slopes, made once: layers that are alike share it."""
         kind = (window_size, slopes)
@@ -58,8 +66,8 @@ class AttentionMask:
         return self._variants[kind]
 
     @property
-    def is_causal(self) -> bool:
-        """Whether the mask is plain causal: no ALiBi, no documents, and no window shorter than the sequence."""
+    def is_plain(self) -> bool:
+        """Whether order alone says what a token sees: no ALiBi, no documents, no window shorter than the sequence."""
         return not self.slopes and self.document_ids is None and not self._windowed
 
     @property
@@ -68,13 +76,13 @@ class AttentionMask:
 
     @property
     def needs_dense(self) -> bool:
-        """Whether the mask of the whole sequence is more than plain causal: one query at the end sees all of it."""
-        return not (self.is_causal and self.first_query in (0, self.seq_length - 1))
+        """Whether the mask of the whole sequence is more than plain: one query at the end sees all of it."""
+        return not (self.is_plain and self.first_query in (0, self.seq_length - 1))
 
     def dense(self, queries: Tensor, keys: Tensor) -> Tensor:
         """int64 [q], [k] -> bool [1 or B, 1, q, k]: True where a query (row) sees a key (column)."""
         distance = queries.int()[:, None] - keys.int()
-        dense = distance >= 0
+        dense = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         if self.window_size is not None:
             dense &= distance < self.window_size
         dense = dense[None, None]
@@ -102,8 +110,7 @@ class AttentionMask:
         """The same for FlexAttention, without ALiBi, made once: blocks of scores in place of a dense mask."""
         assert self.first_query == 0, "a block mask is that of a whole sequence"
         if "whole" not in self._blocks:
-            made = block_mask(self.seq_length, self.window_size, self.document_ids, device=self.device)
-            self._blocks["whole"] = made
+            self._blocks["whole"] = block_mask(self)
         return self._blocks["whole"]
 
     def alibi(self, queries: Tensor, keys: Tensor) -> Tensor | None:
@@ -142,6 +149,7 @@ class AttentionMask:
             return self
         if seq_length not in self._longer:
             ids = self.document_ids
+            assert self.causal or ids is not None, "without documents every token would see what pads the sequence"
             padded = None if ids is None else F.pad(ids, (0, seq_length - self.seq_length), value=-1)
             self._longer[seq_length] = replace(self, seq_length=seq_length, document_ids=padded)
         return self._longer[seq_length]
@@ -151,6 +159,8 @@ class AttentionMask:
 
         With documents it is always "dense": to know where they end, the host would have to wait for the device.
         """
+        if not self.causal:
+            return "everything" if self.document_ids is None else "dense"
         if queries[-1] < keys[0] or (self.window_size is not None and queries[0] - keys[-1] >= self.window_size):
             return "nothing"
         in_window = self.window_size is None or queries[-1] - keys[0] < self.window_size
@@ -187,20 +197,21 @@ def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
 BLOCK = 128  # queries, and keys: torch's default
 
 
-def block_mask(
-    seq_length: int, window_size: int | None, document_ids: Tensor | None, *, device: torch.device
-) -> flex_attention.BlockMask:
+def block_mask(mask: AttentionMask) -> flex_attention.BlockMask:
     """Block mask of a whole sequence, for 1 sample or, with documents int64 [B, S], for B; the same for all heads.
 
     A block whose documents' ids only overlap is computed, and its mask evaluated. So it is exact for any ids, and skips
     most where ids rise along the sequence.
     """
+    seq_length, window_size, document_ids, device = mask.seq_length, mask.window_size, mask.document_ids, mask.device
     # First and last place of each block [S/BLOCK]; the last block may be ragged, which is never "whole".
     first = torch.arange(0, seq_length, BLOCK, device=device)
     last = (first + BLOCK - 1).clamp_max(seq_length - 1)
     is_complete = first + BLOCK <= seq_length
     # [queries, keys] in blocks: some query sees some key; every query sees every key.
     some, whole = last[:, None] >= first, first[:, None] >= last
+    if not mask.causal:
+        some, whole = torch.ones_like(some), torch.ones_like(whole)
     whole = whole & is_complete[:, None] & is_complete
     if window_size is not None:
         some = some & (first[:, None] - last < window_size)
@@ -215,7 +226,7 @@ def block_mask(
         *_ordered(some & ~whole),
         *_ordered(whole),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_visibility(window_size, document_ids),
+        mask_mod=_visibility(mask),
         seq_lengths=(seq_length, seq_length),
     )
 
@@ -226,13 +237,13 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1).int(), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
-def _visibility(
-    window_size: int | None, document_ids: Tensor | None
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _visibility(mask: AttentionMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether a query sees a key, as FlexAttention asks: for one place of a sample and a head."""
+    # Plain values, not the mask: torch.compile looks at what a function closes over.
+    causal, window_size, document_ids = mask.causal, mask.window_size, mask.document_ids
 
     def visible(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = query >= key
+        seen = query >= key if causal else query >= 0
         if window_size is not None:
             seen = seen & (query - key < window_size)
         if document_ids is not None:

@@ -140,6 +140,8 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         notes.append(
             "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
         )
+    if not config.model.is_causal and config.training.objective == TrainingConfig.objective:
+        config = with_fields(config, objective="masked_lm")
     config, of_tokens = _tokens_as_samples(config, invalid)
     notes += [*of_tokens, *_idle_loss_scale(config.training)]
     config = _last_batch_size(config, invalid)

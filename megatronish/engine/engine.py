@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatronish.engine.balancing import Balancing
-from megatronish.engine.forward import PairPreparation, on_rank, weight_of
+from megatronish.engine.forward import Preparation, on_rank, weight_of
 from megatronish.engine.results import GradientArrivals, StepResult, Totals, UpdateRule, Votes, no_votes, reduce_sums
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, metrics_of
@@ -31,7 +31,7 @@ from megatronish.parallel.schedules.plan import Action
 class Engine:
     """One rank's share of a training run. `observers` receive the times of every action.
 
-    `preparation` completes the micro-batches of objectives that compare completions; `reference` is the frozen model
+    `preparation` completes the micro-batches of objectives that need numbers of a whole step; `reference` is the frozen model
     that some of them compare with.
     """
 
@@ -42,7 +42,7 @@ class Engine:
     optimizer: Optimizer
     executor: Executor | ReplayingExecutor
     rule: UpdateRule
-    preparation: PairPreparation | None = field(default=None, init=False)
+    preparation: Preparation | None = field(default=None, init=False)
     reference: "Engine | None" = field(default=None, init=False)
     observers: list[Observer] = field(default_factory=list, init=False)
     meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile

@@ -21,7 +21,8 @@ class Context:
     """What one forward pass makes, once, and all its layers read.
 
     `positions` [s] are the places along the whole sequence that the residual stream holds on this rank: a part of them
-    under context or sequence parallelism. With a `cache` the batch continues where the forward before it ended:
+    under context or sequence parallelism. `causal_mask` is that of the model before windows and ALiBi: of BERT it is
+    bidirectional. With a `cache` the batch continues where the forward before it ended:
     document ids are of all tokens so far, the rest is of the new ones. `dropout` is that of the layer at work
     (`of_layer`), None in evaluation.
     """
@@ -65,13 +66,14 @@ class Context:
         return self.dropout.attention(rate)
 
 
-class CausalMasks:
-    """Causal masks of a model's forwards. Without documents all forwards share one, with all that is made of it.
+class Masks:
+    """Attention masks of a model's forwards, causal or not. Without documents all forwards share one, with all that is made of it.
 
     A window's dense mask and ALiBi's biases are made once for all micro-batches, and held once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, causal: bool = True) -> None:
+        self.causal = causal
         self._last: AttentionMask | None = None
 
     def of(self, batch: MicroBatch, *, seq_length: int, cache: KeyValueCache | None) -> AttentionMask:
@@ -85,9 +87,10 @@ class CausalMasks:
                 device=device,
                 first_query=num_cached,
                 in_generation=cache is not None,
+                causal=self.causal,
             )
         if self._last is None or (self._last.seq_length, self._last.device) != (length, device):
-            self._last = AttentionMask(length, device=device)
+            self._last = AttentionMask(length, device=device, causal=self.causal)
         return self._last
 
 
@@ -97,7 +100,7 @@ def make_context(
     tp: TensorParallel,
     cp: Axis,
     rotary: RotaryEmbedding | None,
-    masks: CausalMasks,
+    masks: Masks,
     cache: KeyValueCache | None = None,
     tally: Tally | None = None,
 ) -> Context:

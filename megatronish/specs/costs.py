@@ -150,17 +150,21 @@ class NormShape:
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """Scores, softmax and their product with the values: `num_heads` heads, split over tp, in a window or without."""
+    """Scores, softmax and their product with the values: `num_heads` heads, split over tp, in a window or without.
+
+    One that is not causal sees the whole square, however it is counted.
+    """
 
     num_heads: int
     query_size: int
     value_size: int
     window: int | None = None
+    causal: bool = True
 
     def keys(self, seq_length: int, mask: Literal["causal", "full"]) -> float:
         """Keys that the average token of a sequence sees."""
         visible = min(self.window or seq_length, seq_length)
-        return float(visible) if mask == "full" else visible - visible**2 / (2 * seq_length)
+        return float(visible) if mask == "full" or not self.causal else visible - visible**2 / (2 * seq_length)
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,16 @@ from megatronish.core.files import ordinary
 from megatronish.tokenizer import trial
 from megatronish.tokenizer.control_tokens import (
     ByteControls,
+    MASK_NAMES,
     ControlEncoder,
     HuggingFaceControls,
+    MaskTokens,
     SentencePieceControls,
 )
 from megatronish.tokenizer.names import TokenizerType, tokenizer_type
 from megatronish.tokenizer.tiktoken_file import read_tiktoken
 
-EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
+EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]", "[SEP]")
 SPACE_MARK = "\u2581"
 LARGEST_VOCABULARY = 2**28
 NO_TOKENS = "the tokenizer cannot write it"
@@ -66,6 +68,14 @@ class Tokenizer(ABC):
         raise UserError(
             f"a tokenizer of the kind {type(self).__name__} has no control tokens for chats; take another "
             "--tokenizer-type"
+        )
+
+    def mask_tokens(self) -> MaskTokens:
+        """Special tokens of a model of masked tokens. UserError if the vocabulary has none."""
+        names = " or ".join(", ".join(each) for each in MASK_NAMES)
+        raise UserError(
+            f"the tokenizer has no tokens for masked language modelling ({names}); take that of a BERT, with "
+            "--tokenizer-type huggingface or wordpiece_lower"
         )
 
 
@@ -108,6 +118,12 @@ class NullTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(token) for token in ids if token != self.eod)
+
+    def mask_tokens(self) -> MaskTokens:
+        """The last four numbers of the vocabulary, of which the last ends a document and separates sentences."""
+        if self.vocab_size < 5:
+            return super().mask_tokens()
+        return MaskTokens(self.vocab_size - 4, self.vocab_size - 1, self.vocab_size - 2, self.vocab_size - 3)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -269,6 +285,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         with library_errors("the tokenizer cannot read tokens"):
             return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    def mask_tokens(self) -> MaskTokens:
+        for names in MASK_NAMES:
+            ids = [self._model.token_to_id(name) for name in names]
+            if None not in ids:
+                return MaskTokens(*ids)
+        return super().mask_tokens()
 
     def control_encoder(self) -> ControlEncoder:
         return HuggingFaceControls(self._model, eos=str(self._model.id_to_token(self.eod)))

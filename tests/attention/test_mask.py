@@ -71,7 +71,7 @@ def test_a_mask_says_of_any_positions_what_the_definition_says(window: int | Non
         ]
     places = torch.arange(seq_length)
     if mask.whole is None:
-        assert mask.is_causal
+        assert mask.is_plain
         assert torch.equal(mask.dense(places, places)[0, 0], places[:, None] >= places)
     else:
         assert torch.equal(mask.whole, mask.dense(places, places))
@@ -125,6 +125,6 @@ def test_tiles_together_are_the_mask_and_each_token_comes_to_itself_first(
                 area += seen.numel()
             computed.append(area)
     assert torch.equal(found, mask.dense(places, places)[0, 0])
-    if mask.is_causal and not by_chunks:
+    if mask.is_plain and not by_chunks:
         square = (seq_length // cp) ** 2
         assert computed == [square, *[square // 2] * (cp - 1)] * cp

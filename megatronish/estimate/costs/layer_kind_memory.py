@@ -23,7 +23,8 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.estimate.costs.parameters import adapter_parameters, frozen_bytes, largest_dequantised, quantised
 from megatronish.specs.adapter_targets import all_patterns, is_target
 from megatronish.specs.attention import AttentionRun, AttentionSpec
-from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape, NormShape
+from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape
+from megatronish.specs.ends import ends_of
 from megatronish.specs.layers import LayerSpec, layer_specs
 
 
@@ -345,9 +346,9 @@ class LayerMemory:
     def of_embedding(self) -> float:
         """Input of the norm after the embedding, which waits with the first chunk."""
         model = self.config.model
-        if not model.embed_layernorm:
+        norm = ends_of(model, seq_length=self.config.training.seq_length).norm
+        if norm is None:
             return 0.0
-        norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
         saved = norm.saved_bytes(element_bytes=self.element, device=self.device).total
         return float(self.tokens * (saved // (self.tp if self.cuts_sequence else 1)))
 
