@@ -23,6 +23,9 @@ from torch.nn.attention import flex_attention
 BlockMask = Literal["nothing", "dense", "causal", "everything"]
 """What a block of queries sees of a block of keys; "dense" where only a dense mask can say."""
 
+MaskKind = Literal["causal", "bidirectional", "generation"]
+"""Generation is causal, and lengths change from forward to forward: nothing is worth making for one of them."""
+
 CPU = torch.device("cpu")
 
 
@@ -30,7 +33,7 @@ CPU = torch.device("cpu")
 class AttentionMask:
     """Causal mask: a token sees itself and the tokens before it, `window_size` at most, of its own document.
 
-    One that is not `causal` is bidirectional (BERT): a token sees all tokens of its own document, so that padding is a
+    One of the kind "bidirectional" is that of BERT: a token sees all tokens of its own document, so that padding is a
     document of its own. It has neither a window nor ALiBi, and no KV cache.
 
     Positions and document ids are those along the whole sequence, whatever part of it a rank holds.
@@ -42,8 +45,7 @@ class AttentionMask:
     device: torch.device = CPU
     first_query: int = 0  # tokens before it are keys alone: they are in the KV cache
     slopes: tuple[float, ...] = ()  # of ALiBi, one for each head that a rank computes
-    in_generation: bool = False  # lengths change from forward to forward: nothing is worth making for one of them
-    causal: bool = True
+    kind: MaskKind = "causal"
     # What is made once; torch.compile reads dicts, and no cached_property.
     _wholes: dict[str, Tensor | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     _biases: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -64,6 +66,16 @@ class AttentionMask:
         if kind not in self._variants:
             self._variants[kind] = replace(self, window_size=window_size, slopes=slopes)
         return self._variants[kind]
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees no token after it."""
+        return self.kind != "bidirectional"
+
+    @property
+    def in_generation(self) -> bool:
+        """Whether tokens are generated."""
+        return self.kind == "generation"
 
     @property
     def is_plain(self) -> bool:

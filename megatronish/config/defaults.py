@@ -140,11 +140,9 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         notes.append(
             "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
         )
-    if not config.model.is_causal and config.training.objective == TrainingConfig.objective:
-        config = with_fields(config, objective="masked_lm")
     config, of_tokens = _tokens_as_samples(config, invalid)
     notes += [*of_tokens, *_idle_loss_scale(config.training)]
-    config = _last_batch_size(config, invalid)
+    config = _objective_of_model(_last_batch_size(config, invalid))
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
     # 3. Notes about what no part of this run reads. None of them changes the config, except for the sizes of a grid of
     # experts.
@@ -229,6 +227,13 @@ def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:
     except ValueError:  # the rules say so
         return config
     return with_fields(config, global_batch_size=steps[-1][1])
+
+
+def _objective_of_model(config: Config) -> Config:
+    """Config whose objective, where it is not given, is one that its kind of model is trained for."""
+    if config.model.is_causal or config.training.objective != TrainingConfig.objective:
+        return config
+    return with_fields(config, objective="masked_lm")
 
 
 def _idle_experts(config: Config) -> list[str]:

@@ -24,7 +24,7 @@ MASKED, RANDOM = 0.8, 0.1
 """Parts of the chosen tokens that become the mask token, or any token; the others stay."""
 
 
-class MaskedTokens(NamedTuple):
+class MaskedRow(NamedTuple):
     """A row as the model sees it [S], and which of its tokens are asked for, bool [S]."""
 
     tokens: NDArray[np.int64]
@@ -61,7 +61,7 @@ class MaskedCollator:
         swapped = torch.tensor([sample.is_swapped for sample in samples])
         return batch.with_sentences(SentencePairs(torch.from_numpy(np.stack([row[:-1] for row in types])), swapped))
 
-    def masked(self, sample: Sample, number: int) -> MaskedTokens:
+    def masked(self, sample: Sample, number: int) -> MaskedRow:
         """The tokens of the sample with this number, some of them masked."""
         tokens = sample.tokens[:-1]
         # Three draws a place, in the order of places: a longer row has the same at its beginning.
@@ -71,4 +71,4 @@ class MaskedCollator:
         is_chosen = is_plain & (chance < self.mask_prob)
         any_token = np.minimum((other * self.vocab_size).astype(np.int64), self.vocab_size - 1)
         replaced = np.where(fate < MASKED, self.special.mask, np.where(fate < MASKED + RANDOM, any_token, tokens))
-        return MaskedTokens(np.where(is_chosen, replaced, tokens), is_chosen)
+        return MaskedRow(np.where(is_chosen, replaced, tokens), is_chosen)

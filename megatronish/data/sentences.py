@@ -29,7 +29,7 @@ SPECIAL = 3
 FORMAT = "megatronish sentences 1"
 
 
-class Run(NamedTuple):
+class SentenceRun(NamedTuple):
     """Sentences [begin, end) of a file that make up a sample, and the most tokens of text that it may have."""
 
     begin: int
@@ -50,8 +50,8 @@ def pair(
     `is_full`: there is no filler in any sample of the data, so that none needs to be masked.
     """
     a, b = parts
-    tokens = [[masks.first], a, [masks.separator], *([b, [masks.separator]] if len(b) else [])]
-    row = np.concatenate(tokens).astype(np.int64)
+    separator = np.array([masks.separator])
+    row = np.concatenate([np.array([masks.first]), a, separator, *([b, separator] if len(b) else [])])
     filler = length - len(row)
     assert filler >= 0 and not (is_full and filler), f"{len(row)} tokens are not {length}"
     types = np.zeros(length + 1, np.int64)
@@ -59,7 +59,7 @@ def pair(
     documents = np.zeros(length + 1, np.int64)
     documents[len(row) :] = 1
     return Sample(
-        np.concatenate([row, np.full(filler + 1, masks.filler)]),
+        np.concatenate([row, np.full(filler + 1, masks.filler)]).astype(np.int64),
         document_ids=None if is_full else documents,
         num_filler=filler,
         token_types=types,
@@ -67,7 +67,7 @@ def pair(
     )
 
 
-class SentencePairs:
+class SentenceSamples:
     """Samples of pairs of sentences from a range of a file's documents; `sample(i)` for any i >= 0."""
 
     def __init__(
@@ -89,9 +89,9 @@ class SentencePairs:
         self._orders: dict[int, NDArray[np.int64]] = {}
         self.sample(0)
 
-    def _runs_of(self, documents: range) -> list[Run]:
+    def _runs_of(self, documents: range) -> list[SentenceRun]:
         """Every sample of an epoch, in the order of the file."""
-        room, settings, runs = self.settings.seq_length - SPECIAL, self.settings, list[Run]()
+        room, settings, runs = self.settings.seq_length - SPECIAL, self.settings, list[SentenceRun]()
         lengths, starts = self.file.sequence_lengths, self.file.document_indices
         for document in documents:
             stream = numpy_stream(settings.seed, "sentences", document)
@@ -103,7 +103,7 @@ class SentencePairs:
                 while stop < end and (stop == begin or tokens < most):
                     tokens += int(lengths[stop])
                     stop += 1
-                runs += [Run(begin, stop, most)] * (tokens > 0)
+                runs += [SentenceRun(begin, stop, most)] * (tokens > 0)
                 begin = stop
         return runs
 
@@ -166,15 +166,15 @@ def _without(text: NDArray[np.int64], number: int, front: float) -> NDArray[np.i
     return text[at_front : len(text) - (number - at_front)]
 
 
-def open_sentences(source: DatasetSource, settings: DatasetSettings) -> SentencePairs:
+def open_sentences(source: DatasetSource, settings: DatasetSettings) -> SentenceSamples:
     """Pairs of the sentences of the .bin/.idx pair with this prefix."""
     file = IndexedTokens(source.path)
     first, end = (round(fraction * file.num_documents) for fraction in source.part)
-    return SentencePairs(file, source, settings, documents=range(first, end))
+    return SentenceSamples(file, source, settings, documents=range(first, end))
 
 
-class MockSentencePairs:
-    """Pairs of made-up texts without end, which can be learned: each counts up, and B goes on where A ends."""
+class MockSentenceSamples:
+    """Pairs of made-up texts without end, which can be learned: each counts up, and B continues A."""
 
     num_samples: int | None = None
 
@@ -194,10 +194,10 @@ class MockSentencePairs:
         return pair(parts, length=length, masks=self._masks, is_swapped=is_swapped, is_full=True)
 
 
-def open_mock(source: DatasetSource, settings: DatasetSettings) -> MockSamples | MockSentencePairs:
+def open_mock(source: DatasetSource, settings: DatasetSettings) -> MockSamples | MockSentenceSamples:
     """Mock samples named by the source, whose path is not read: of BERT, which has masks, pairs of sentences."""
     mock = open_mock_samples(source, settings)
     if settings.masks is None:
         return mock
     _refuse_short(settings.seq_length)
-    return MockSentencePairs(mock, settings)
+    return MockSentenceSamples(mock, settings)

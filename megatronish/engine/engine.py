@@ -31,8 +31,8 @@ from megatronish.parallel.schedules.plan import Action
 class Engine:
     """One rank's share of a training run. `observers` receive the times of every action.
 
-    `preparation` completes the micro-batches of objectives that need numbers of a whole step; `reference` is the frozen model
-    that some of them compare with.
+    `preparation` completes the micro-batches of objectives that need numbers of a whole step; `reference` is the frozen
+    model that some of them compare with.
     """
 
     mesh: Mesh

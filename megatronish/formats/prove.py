@@ -81,12 +81,13 @@ def _same_bits(here: Tensor, there: Tensor) -> bool:
 def compare_logits(folder: Path) -> str:
     """Sentence on the logits of random tokens, ours and transformers' in fp32; UserError if they differ by 1e-5."""
     description = open_hf(folder).description
-    length = min(description.seq_length, LONGEST)
+    length, is_causal = min(description.seq_length, LONGEST), description.model.is_causal
     tokens = torch.randint(description.vocab_size, (SAMPLES, length), generator=torch_stream("prove"))
     ours = our_logits(folder, tokens)
     transformers = importlib.import_module("transformers")
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+        auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
+        model = auto.from_pretrained(folder, local_files_only=True).float().eval()
     except Exception as error:  # of any kind: a folder that transformers refuses is not proved, whatever it says
         why = " ".join(str(error).split())
         raise UserError(
@@ -94,7 +95,7 @@ def compare_logits(folder: Path) -> str:
             "again, or install the version of transformers that it asks for"
         ) from error
     with torch.no_grad():
-        theirs = model(tokens, use_cache=False).logits
+        theirs = model(tokens, **{"use_cache": False} if is_causal else {}).logits
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     sentence = (
         f"logits of {SAMPLES} x {length} random tokens differ from those of transformers "

@@ -236,7 +236,7 @@ class WholeLinear(LinearLayer):
         """Whole on every rank; the gradients are partial over a cut sequence."""
         over, shape = self.tp.partial_over, (self.out_features, self.in_features)
         return {
-            "weight": Sharding(shape, partial_over=over, role="dense", init=Init(self.init_std)),
+            "weight": Sharding(shape, partial_over=over, role="end", init=Init(self.init_std)),
             "bias": Sharding((self.out_features,), partial_over=over),
         }
 

@@ -2,8 +2,8 @@
 
 Its layers are those of a GPT with a bidirectional mask, normalised after each sublayer. What is its own stands before
 and after them: an embedding of words, positions and token types under one norm, a dense layer before the output layer,
-whose bias is that of the vocabulary, and a head that tells whether two sentences are in order, from the first token of a
-row alone. Padding is a document of its own, which no other token sees.
+whose bias is that of the vocabulary, and a head that tells whether two sentences are in order, from the first token of
+a row alone. Padding is a document of its own, which no other token sees.
 """
 
 from typing import NamedTuple
@@ -80,7 +80,7 @@ class SentenceHead(nn.Module):
 
 
 class BertLosses(NamedTuple):
-    """Losses of the masked tokens [S/cp, B], and of the order of each pair of sentences [B]: zeros on other cp ranks."""
+    """Losses of tokens [S/cp, B], and of the order of each pair of sentences [B]: zeros but on the first rank of cp."""
 
     tokens: Tensor
     sentences: Tensor

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.mask import AttentionMask, MaskKind
 from megatronish.attention.zigzag import places_of
 from megatronish.layers.dropout import Dropout, LayerDropout
 from megatronish.model.batch import MicroBatch
@@ -67,13 +67,14 @@ class Context:
 
 
 class Masks:
-    """Attention masks of a model's forwards, causal or not. Without documents all forwards share one, with all that is made of it.
+    """Attention masks of a model's forwards, causal or not. Without documents all forwards share one.
 
-    A window's dense mask and ALiBi's biases are made once for all micro-batches, and held once.
+    With it they share all that is made of it: a window's dense mask and ALiBi's biases are made once for all
+    micro-batches, and held once.
     """
 
-    def __init__(self, *, causal: bool = True) -> None:
-        self.causal = causal
+    def __init__(self, kind: MaskKind = "causal") -> None:
+        self.kind = kind
         self._last: AttentionMask | None = None
 
     def of(self, batch: MicroBatch, *, seq_length: int, cache: KeyValueCache | None) -> AttentionMask:
@@ -86,11 +87,10 @@ class Masks:
                 document_ids=batch.document_ids,
                 device=device,
                 first_query=num_cached,
-                in_generation=cache is not None,
-                causal=self.causal,
+                kind=self.kind if cache is None else "generation",
             )
         if self._last is None or (self._last.seq_length, self._last.device) != (length, device):
-            self._last = AttentionMask(length, device=device, causal=self.causal)
+            self._last = AttentionMask(length, device=device, kind=self.kind)
         return self._last
 
 

@@ -207,7 +207,7 @@ class GPT(nn.Module):
         self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
-        self.masks = Masks(causal=config.is_causal)
+        self.masks = Masks("causal" if config.is_causal else "bidirectional")
         self.adapter_sites: tuple[str, ...] = ()  # at which adapters drop their inputs: adapters.py adds them
         if self.is_first or (self.is_last and config.tied):
             self.embedding = self._make_embedding(num_positions)

@@ -8,8 +8,8 @@ it: no mask is in memory, and nothing but the keys of the hash is saved for the 
 again. The keys are a tensor, so no value of a step is copied to the host.
 
 `softmax_dropout` and its backward work in place on the scores of a tile of attention, queries times keys in fp32
-(attention/dropout_attention.py). Which keys a query sees follows from positions, window and documents: no dense mask. A tile that is not `causal` has no
-window: a query sees the keys after it, too.
+(attention/dropout_attention.py). Which keys a query sees follows from positions, window and documents: no dense mask. A
+tile that is not `causal` has no window: a query sees the keys after it, too.
 
 On the CPU they run in C++ where it could be built (dropout_on_cpu.py); there `dropout_add` has its reference's bits.
 """
@@ -121,9 +121,9 @@ def _logits(scores: Tensor, tile: DroppedTile, scale: float) -> tuple[Tensor, Te
 
 def _tile(arguments: tuple[Any, ...]) -> tuple[DroppedTile, float]:
     """The inverse of `DroppedTile.arguments`."""
-    keys, samples, documents, slopes, *firsts, window_size, causal, scale, rate = arguments
+    keys, samples, documents, slopes, first_head, first_query, first_key, window_size, causal, scale, rate = arguments
     dropout = ProbabilityDropout(keys, samples, rate)
-    return DroppedTile(dropout, *firsts, window_size, documents, slopes, causal), scale
+    return DroppedTile(dropout, first_head, first_query, first_key, window_size, documents, slopes, causal), scale
 
 
 def _softmax_reference(scores: Tensor, lse: Tensor, *arguments: Any) -> None:

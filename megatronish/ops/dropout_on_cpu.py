@@ -30,7 +30,10 @@ class _Tile(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "samples", "documents", "slopes")),
         *((name, ctypes.c_int64) for name in ("num_samples", "heads", "num_queries", "num_keys")),
-        *((name, ctypes.c_int64) for name in ("first_head", "first_query", "first_key", "window", "seq_length", "causal")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("first_head", "first_query", "first_key", "window", "seq_length", "causal")
+        ),
         ("scale", ctypes.c_float),
         ("threshold", ctypes.c_int32),
         ("factor", ctypes.c_float),

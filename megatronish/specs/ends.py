@@ -6,7 +6,7 @@ layers, the modules of an end and its costs say the same, and a test compares th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatronish.config.sections.model import ModelConfig
@@ -30,9 +30,9 @@ class ModelEnds:
 
     tables: tuple[SmallTable, ...] = ()
     norm: NormShape | None = None
-    head: LayerCost = LayerCost()
+    head: LayerCost = field(default_factory=LayerCost)
     has_bias: bool = False
-    of_sequence: LayerCost = LayerCost()
+    of_sequence: LayerCost = field(default_factory=LayerCost)
 
     def of_embedding(self, model: ModelConfig) -> Count:
         """Parameters before the layers, without the table of words."""

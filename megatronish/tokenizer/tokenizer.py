@@ -23,8 +23,8 @@ from megatronish.core.errors import UserError
 from megatronish.core.files import ordinary
 from megatronish.tokenizer import trial
 from megatronish.tokenizer.control_tokens import (
-    ByteControls,
     MASK_NAMES,
+    ByteControls,
     ControlEncoder,
     HuggingFaceControls,
     MaskTokens,
@@ -288,8 +288,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def mask_tokens(self) -> MaskTokens:
         for names in MASK_NAMES:
-            ids = [self._model.token_to_id(name) for name in names]
-            if None not in ids:
+            ids = [found for name in names if (found := self._model.token_to_id(name)) is not None]
+            if len(ids) == len(names):
                 return MaskTokens(*ids)
         return super().mask_tokens()
 

@@ -194,11 +194,15 @@ def test_generation_compiles_nothing_and_has_no_kernel_planned_for_its_shape(
     q, k, v = _tensors(kv_heads=2, seq_length=30)
     mask = AttentionMask(30, 7, first_query=first_query)
     for in_generation in (True, False):
-        problem = flash._problem(q, k, replace(mask, in_generation=in_generation), may_compile=True)
+        problem = flash._problem(
+            q, k, replace(mask, kind="generation" if in_generation else "causal"), may_compile=True
+        )
         assert problem.may_compile is not in_generation and problem.is_masked
         with Watch():
             inputs = (q[:, :, first_query:], k, v)
-            flash_attention(*inputs, mask=replace(mask, in_generation=in_generation), may_compile=True)
+            flash_attention(
+                *inputs, mask=replace(mask, kind="generation" if in_generation else "causal"), may_compile=True
+            )
     assert found == [False, True]
     assert torch.backends.cuda.cudnn_sdp_enabled()
 

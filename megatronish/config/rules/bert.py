@@ -21,7 +21,9 @@ def _layers(config: Config) -> str | None:
         ("embed_layernorm", model.embed_layernorm, "which BERT has in any case, over the sum of its embeddings"),
     ):
         if is_other:
-            return f"model_type=bert does not go with {name}={getattr(model, name)}, {why}; leave {FIELDS[name].flag} out"
+            return (
+                f"model_type=bert does not go with {name}={getattr(model, name)}, {why}; leave {FIELDS[name].flag} out"
+            )
     return None
 
 

@@ -6,8 +6,8 @@ MFU is model FLOPs over the peak. *Hardware* FLOPs are what the device executes:
 attention scores once more in the backward, because flash attention does not keep them.
 
 Attention is counted for what a causal mask lets through, half of the square (`"causal"`, as the throughput that
-Megatron-LM prints), or for the whole square (`"full"`, as the formula of arXiv:2104.04473). A window cuts either; of BERT, whose
-mask lets all through, it is the whole square in any case.
+Megatron-LM prints), or for the whole square (`"full"`, as the formula of arXiv:2104.04473). A window cuts either;
+of BERT, whose mask lets all through, it is the whole square in any case.
 """
 
 from typing import Literal, NamedTuple
