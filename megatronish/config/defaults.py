@@ -19,7 +19,7 @@ from megatronish.config.sections.run import LogConfig
 from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
 from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, tokenizer_type
+from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, WORDPIECE, tokenizer_type
 
 # Sizes of vocabularies, read from a tokenizer's files without the libraries that run tokenizers.
 
@@ -38,6 +38,8 @@ def vocabulary_of_files(data: DataConfig) -> int | None:
         kind = tokenizer_type(data.tokenizer_type)
         if kind == "bytes":
             return OF_BYTES
+        if kind in WORDPIECE:
+            return len(_content(Path(data.vocab_file or data.tokenizer_model or "")).splitlines())
         if kind == "huggingface" and data.vocab_file:
             return 1 + max(json.loads(_content(Path(data.vocab_file))).values())
         if data.tokenizer_model is None:

@@ -9,6 +9,7 @@ be shown.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -30,7 +31,7 @@ from megatronish.tokenizer.control_tokens import (
     MaskTokens,
     SentencePieceControls,
 )
-from megatronish.tokenizer.names import TokenizerType, tokenizer_type
+from megatronish.tokenizer.names import WORDPIECE, TokenizerType, tokenizer_type
 from megatronish.tokenizer.tiktoken_file import read_tiktoken
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]", "[SEP]")
@@ -238,6 +239,26 @@ class HuggingFaceTokenizer(Tokenizer):
         return cls(model, eod=eod)
 
     @classmethod
+    def from_wordpieces(cls, path: Path, *, lowercase: bool) -> "HuggingFaceTokenizer":
+        """Tokenizer of BERT's word pieces, from its vocab.txt."""
+        try:
+            with library_errors("its library fails"):
+                pieces = tokenizers.models.WordPiece.from_file(str(ordinary(path)), unk_token="[UNK]")
+        except ValueError as error:
+            raise UserError(
+                f"{path} is not a vocab.txt of word pieces: {error}; name the vocab.txt of a BERT"
+            ) from error
+        model = tokenizers.Tokenizer(pieces)
+        model.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+        model.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        model.decoder = tokenizers.decoders.WordPiece()
+        special = ("[UNK]", *MASK_NAMES[0])
+        if (missing := [name for name in special if model.token_to_id(name) is None]) != []:
+            raise UserError(f"{path} has no piece {missing[0]}; name the vocab.txt of a BERT")
+        model.add_special_tokens(list(special))
+        return cls(model, eod=_find_eod(model.token_to_id, path, first=("[SEP]",)))
+
+    @classmethod
     def from_tiktoken(cls, path: Path, data: DataConfig) -> "HuggingFaceTokenizer":
         """Tokenizer of a tiktoken file, a JSON list or lines of base64."""
         model = read_tiktoken(
@@ -351,7 +372,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
 
 def _files_of(kind: str, data: DataConfig) -> list[Path]:
     """Files that a compiled library reads; empty if there are none, or not all of them."""
-    if kind not in ("sentencepiece", "huggingface", "tiktoken"):
+    if kind not in ("sentencepiece", "huggingface", "tiktoken", *WORDPIECE):
         return []
     if data.tokenizer_model is None or (kind == "huggingface" and (data.vocab_file or data.merge_file)):
         files = [Path(name) for name in (data.vocab_file, data.merge_file) if name is not None]
@@ -374,6 +395,8 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
         if not (data.vocab_file and data.merge_file):
             raise UserError("a GPT-2 tokenizer is two files; give --vocab-file and --merge-file together")
         return HuggingFaceTokenizer.from_gpt2(Path(data.vocab_file), Path(data.merge_file))
+    if kind in WORDPIECE and data.vocab_file and data.tokenizer_model is None:
+        data = replace(data, tokenizer_model=data.vocab_file)
     if data.tokenizer_model is None:
         raise UserError(
             f"--tokenizer-type {kind} needs the tokenizer's file; give --tokenizer-model, or use --tokenizer-type bytes"
@@ -381,6 +404,9 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
     path = Path(data.tokenizer_model)
     if not path.exists():
         raise UserError(f"--tokenizer-model {path} does not exist; check the path")
+    if kind in WORDPIECE:
+        path = path / "vocab.txt" if path.is_dir() else path
+        return HuggingFaceTokenizer.from_wordpieces(path, lowercase=kind == "wordpiece_lower")
     if kind == "tiktoken":
         return HuggingFaceTokenizer.from_tiktoken(path, data)
     return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)

@@ -57,6 +57,12 @@ def _data(config: Config) -> str | None:
     return None
 
 
+def _prompt(config: Config) -> str | None:
+    if config.model.is_causal or config.log.sample_prompt is None:
+        return None
+    return f"sample_prompt={config.log.sample_prompt!r} asks for text, and BERT writes none; leave --sample-prompt out"
+
+
 def _unread(config: Config) -> str | None:
     if not config.model.is_causal:
         return None
@@ -71,5 +77,6 @@ RULES = (
     ConfigRule(("model_type", *_LAYERS), _layers),
     ConfigRule(("model_type", "objective"), _objective),
     ConfigRule(("model_type", "dataset_type", "bert_no_binary_head", "mock_data"), _data),
+    ConfigRule(("model_type", "sample_prompt"), _prompt),
     ConfigRule(("model_type", *_OWN), _unread),
 )

@@ -59,7 +59,7 @@ class DataConfig:
     tokenizer_model: str | None = None
     """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
     vocab_file: str | None = None
-    """vocab.json of a GPT-2 tokenizer, with --merge-file."""
+    """vocab.json of a GPT-2 tokenizer, with --merge-file; or vocab.txt of a BERT."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
     tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
