@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatronish.config.config import Config
 from megatronish.data.loader import Collator
 from megatronish.data.sample import Sample
 from megatronish.model.batch import MicroBatch, SentencePairs
@@ -44,6 +45,11 @@ class MaskedCollator:
     seed: int
     mask_prob: float
 
+    @classmethod
+    def of(cls, config: Config, rows: Collator, special: MaskTokens, *, vocab_size: int) -> "MaskedCollator":
+        """The rules that a config asks for."""
+        return cls(rows, special, vocab_size, config.training.seed, config.data.mask_prob)
+
     def __call__(self, samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
         """B samples of S + 1 tokens -> [B, S] tensors on the CPU."""
         batch = self.rows(samples, sample_ids)
@@ -59,7 +65,8 @@ class MaskedCollator:
             return batch
         assert len(types) == len(samples), "some samples of a batch are pairs of sentences, some are not"
         swapped = torch.tensor([sample.is_swapped for sample in samples])
-        return batch.with_sentences(SentencePairs(torch.from_numpy(np.stack([row[:-1] for row in types])), swapped))
+        rows = torch.from_numpy(np.stack([row[:-1] for row in types]))
+        return batch.with_sentences(SentencePairs(rows, swapped, num_masked=batch.num_loss_tokens))
 
     def masked(self, sample: Sample, number: int) -> MaskedRow:
         """The tokens of the sample with this number, some of them masked."""

@@ -139,15 +139,12 @@ class SentencePreparation:
         self.mesh = mesh
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches of a step, or of an evaluation. cp ranks have parts of the tokens, and the same pairs."""
-        tokens = comm.all_reduce(torch.tensor(sum(batch.num_loss_tokens for batch in batches)), self.mesh.cp)
-        numbers = torch.stack((tokens, torch.tensor(sum(len(batch.tokens) for batch in batches))))
-        masked, pairs = comm.all_reduce(numbers, self.mesh.dp).tolist()
-        return [
-            batch.with_sentences(replace(batch.sentences, tokens_a_pair=masked / pairs))
-            for batch in batches
-            if batch.sentences is not None
-        ]
+        """The micro-batches of a step, or of an evaluation. Numbers are counted and summed on the CPU."""
+        found = [(batch, batch.sentences) for batch in batches if batch.sentences is not None]
+        assert len(found) == len(batches), "the data has no pairs of sentences"
+        numbers = torch.tensor([(pairs.num_masked, len(batch.tokens)) for batch, pairs in found]).sum(0)
+        masked, total = comm.all_reduce(numbers, self.mesh.dp).tolist()
+        return [batch.with_sentences(replace(pairs, tokens_a_pair=masked / total)) for batch, pairs in found]
 
 
 def _pairs(batch: MicroBatch) -> CompletionPairs:

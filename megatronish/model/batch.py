@@ -48,18 +48,18 @@ class CompletionPairs:
 class SentencePairs:
     """Pairs of sentences in a micro-batch, one in each row: the token types of BERT, and the order of the sentences.
 
-    `tokens_a_pair` is a number of the whole step, its masked tokens over its pairs, filled in before the forward
-    (engine/forward.py).
+    `num_masked` are the masked tokens of whole rows, of which a cp rank has a part. `tokens_a_pair` is a number of the
+    whole step, its masked tokens over its pairs, filled in before the forward (engine/forward.py).
     """
 
     token_types: Tensor  # int64 [B, S]: 0 in the first sentence, 1 in the second
-    is_swapped: Tensor | None = None  # bool [B]: the first sentence came after the second; None: no head asks
+    is_swapped: Tensor  # bool [B]: the first sentence came after the second
+    num_masked: int
     tokens_a_pair: float = 1.0
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> "SentencePairs":
         """A copy of every tensor."""
-        swapped = None if self.is_swapped is None else copy(self.is_swapped)
-        return replace(self, token_types=copy(self.token_types), is_swapped=swapped)
+        return replace(self, token_types=copy(self.token_types), is_swapped=copy(self.is_swapped))
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Bert(GPT):
         Only one rank of a cut sequence has the first token. The others of cp have no loss, so that sums over cp are
         right. Those of tp have the same loss and no gradient: theirs is partial over tp.
         """
-        assert self.sentence is not None and batch.sentences is not None and batch.sentences.is_swapped is not None
+        assert self.sentence is not None and batch.sentences is not None
         logits = self.sentence(x[:1])
         losses = F.cross_entropy(
             logits.to(accumulation_dtype(logits.dtype)), batch.sentences.is_swapped.long(), reduction="none"

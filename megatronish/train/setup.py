@@ -227,11 +227,10 @@ class TrainingJob:
     @property
     def collator(self) -> Collator | MaskedCollator:
         """The rules by which samples become a micro-batch."""
-        rows, config = Collator.of(self.config.data, eod=self.tokenizer.eod), self.config
-        if config.model.is_causal:
+        rows = Collator.of(self.config.data, eod=self.tokenizer.eod)
+        if self.config.model.is_causal:
             return rows
-        tokens = self.tokenizer.mask_tokens()
-        return MaskedCollator(rows, tokens, self.vocab_size, config.training.seed, config.data.mask_prob)
+        return MaskedCollator.of(self.config, rows, self.tokenizer.mask_tokens(), vocab_size=self.vocab_size)
 
     def batches_of(self, dataset: Dataset) -> Callable[[int, int], list[MicroBatch]]:
         """(consumed samples, global batch size) -> this rank's micro-batches of that step, pinned for a GPU."""
