@@ -213,7 +213,12 @@ class IndexedWriter:
         sequences = np.asarray([len(tokens)] * bool(len(tokens)) if lengths is None else lengths, np.int64)
         self._add(tokens, sequences, np.asarray([len(sequences)]))
 
-    def add_documents(self, tokens: ArrayLike, sequences: Sequence[Sequence[int]]) -> None:
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
+        """Add documents of one sequence each, end to end in `tokens`; a length of 0 is an empty document."""
+        sequences = np.asarray(lengths, np.int64)
+        self._add(np.asarray(tokens), sequences[sequences > 0], (sequences > 0).astype(np.int64))
+
+    def add_split_documents(self, tokens: ArrayLike, sequences: Sequence[Sequence[int]]) -> None:
         """Add documents, end to end in `tokens`, of sequences of these lengths; one without any is empty."""
         lengths = np.fromiter((length for of_document in sequences for length in of_document), np.int64)
         self._add(np.asarray(tokens), lengths, np.fromiter(map(len, sequences), np.int64))

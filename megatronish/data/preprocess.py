@@ -82,7 +82,7 @@ def preprocess(
                     raise UserError(f"{message}; correct the line, or leave --strict out to skip such lines")
                 on_bad_line(message)
             for writer, tokens, sequences in zip(writers, encoded.tokens, encoded.sequences, strict=True):
-                writer.add_documents(tokens, sequences)
+                writer.add_split_documents(tokens, sequences)
                 summary.tokens += len(tokens)
             summary.documents += len(encoded.lengths[0])
             summary.bad_lines += len(encoded.bad_lines)

@@ -76,6 +76,10 @@ def test_a_block_mask_is_that_of_torch(documents: bool) -> None:
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), (seq_length, window, name)
         assert torch.equal(ours.to_dense(), theirs.to_dense())
         assert ours.seq_lengths == theirs.seq_lengths
+    ids = documents_of(300) if documents else None
+    ours = AttentionMask(300, document_ids=ids, kind="bidirectional").blocks
+    theirs = create_block_mask(ours.mask_mod, None if ids is None else len(ids), None, 300, 300, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
 
 
 def test_a_window_saves_work() -> None:

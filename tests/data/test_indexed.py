@@ -57,8 +57,8 @@ def test_documents_added_in_bulk_are_the_same_bytes(tmp_path: Path) -> None:
     documents = [[1, 2, 3], [], [4], [5, 6], []]
     write(tmp_path / "one", documents)
     with IndexedWriter(tmp_path / "bulk", dtype=np.dtype("<u2")) as writer:
-        writer.add_documents([1, 2, 3, 4], [[3], [], [1]])
-        writer.add_documents([5, 6], [[2], []])
+        writer.add_documents([1, 2, 3, 4], [3, 0, 1])
+        writer.add_documents([5, 6], [2, 0])
     for path in (bin_path, idx_path):
         assert path(tmp_path / "one").read_bytes() == path(tmp_path / "bulk").read_bytes()
 
