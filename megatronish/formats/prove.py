@@ -8,8 +8,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
