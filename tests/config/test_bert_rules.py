@@ -6,7 +6,10 @@ from megatronish.commands.configuration import read_config
 from megatronish.commands.pretrain_bert import with_bert
 from megatronish.core.errors import UserError
 
-SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 2 --lr 1"
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1 "
+    "--train-iters 2"
+)
 
 
 @pytest.mark.parametrize(
