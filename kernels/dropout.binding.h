@@ -52,6 +52,7 @@ struct TilePlace {
   std::optional<Tensor> documents, slopes;
   int64_t first_head, first_query, first_key;
   std::optional<int64_t> window;
+  bool causal;
   double scale, rate;
 
   ScoreTile tile(Call& call, const Tensor& scores) const {
@@ -64,6 +65,7 @@ struct TilePlace {
     tile.num_rows = scores.size(0) * scores.size(1) * scores.size(2);
     tile.first_head = first_head, tile.first_query = first_query, tile.first_key = first_key;
     tile.window = window.value_or(INT32_MAX);
+    tile.causal = causal;
     tile.seq_length = documents ? documents->size(1) : 0;
     tile.scale = static_cast<float>(scale);
     return tile;
@@ -73,12 +75,13 @@ struct TilePlace {
 inline TilePlace place_of(const Tensor& scores, const Tensor& keys, const Tensor& samples,
                           const std::optional<Tensor>& documents, const std::optional<Tensor>& slopes,
                           int64_t first_head, int64_t first_query, int64_t first_key, std::optional<int64_t> window,
-                          double scale, double rate) {
+                          bool causal, double scale, double rate) {
   using torch::headeronly::ScalarType;
   STD_TORCH_CHECK(scores.dim() == 4 && scores.scalar_type() == ScalarType::Float && scores.is_contiguous(),
                   "scores must be contiguous fp32 [samples, heads, queries, keys]");
   for (int64_t dim = 1; dim < 4; ++dim) STD_TORCH_CHECK(scores.size(dim) <= INT32_MAX, "more than 2^31 - 1 scores");
   STD_TORCH_CHECK(window.value_or(1) > 0, "window_size must be at least 1");
+  STD_TORCH_CHECK(causal || !window, "a tile that is not causal has no window");
   check_numbers(keys, ScalarType::Int, 2, "keys must be int32 [2]");
   check_numbers(samples, ScalarType::Long, scores.size(0), "samples must be int64 [samples]");
   if (slopes) check_numbers(*slopes, ScalarType::Float, scores.size(1), "slopes must be fp32 [heads]");
@@ -89,7 +92,7 @@ inline TilePlace place_of(const Tensor& scores, const Tensor& keys, const Tensor
                     "documents must be int64 [samples, sequence], with all positions of the tile");
   }
   return {torch::stable::contiguous(keys), torch::stable::contiguous(samples), contiguous_if_any(documents),
-          contiguous_if_any(slopes), first_head, first_query, first_key, window, scale, rate};
+          contiguous_if_any(slopes), first_head, first_query, first_key, window, causal, scale, rate};
 }
 
 inline void check_rows(const Tensor& rows, const Tensor& scores, const char* what) {
@@ -100,9 +103,10 @@ inline void check_rows(const Tensor& rows, const Tensor& scores, const char* wha
 
 inline void softmax_dropout_of(Tensor scores, Tensor lse, Tensor keys, Tensor samples, std::optional<Tensor> documents,
                                std::optional<Tensor> slopes, int64_t first_head, int64_t first_query,
-                               int64_t first_key, std::optional<int64_t> window, double scale, double rate) {
+                               int64_t first_key, std::optional<int64_t> window, bool causal, double scale,
+                               double rate) {
   const TilePlace place = place_of(scores, keys, samples, documents, slopes, first_head, first_query, first_key,
-                                   window, scale, rate);
+                                   window, causal, scale, rate);
   check_rows(lse, scores, "lse must be contiguous fp32 [samples, heads, queries]");
   Call call(scores);
   softmax_dropout(call.updated<float>("scores", scores), call.output<float>("lse", lse), place.tile(call, scores),
@@ -112,9 +116,9 @@ inline void softmax_dropout_of(Tensor scores, Tensor lse, Tensor keys, Tensor sa
 inline void softmax_dropout_backward_of(Tensor scores, Tensor grads, Tensor lse, Tensor means, Tensor keys,
                                         Tensor samples, std::optional<Tensor> documents, std::optional<Tensor> slopes,
                                         int64_t first_head, int64_t first_query, int64_t first_key,
-                                        std::optional<int64_t> window, double scale, double rate) {
+                                        std::optional<int64_t> window, bool causal, double scale, double rate) {
   const TilePlace place = place_of(scores, keys, samples, documents, slopes, first_head, first_query, first_key,
-                                   window, scale, rate);
+                                   window, causal, scale, rate);
   check_like(grads, scores, "grads must be like scores");
   STD_TORCH_CHECK(grads.is_contiguous(), "grads must be contiguous");
   check_rows(lse, scores, "lse must be contiguous fp32 [samples, heads, queries]");

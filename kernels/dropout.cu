@@ -92,8 +92,9 @@ struct ScoreRow {
     hash = mixed_with(static_cast<uint32_t>(drop.keys[0]), p.samples[sample]);
     hash = mixed_with(mixed_with(mixed_with(hash, p.first_head + head), query), drop.keys[1]);
     const int64_t end = query + 1 - p.first_key;
-    to = exists ? static_cast<int>(end < 0 ? 0 : end < p.keys ? end : p.keys) : 0;
-    from = static_cast<int>(end - p.window < 0 ? 0 : end - p.window < to ? end - p.window : to);
+    const int by_order = p.causal ? static_cast<int>(end < 0 ? 0 : end < p.keys ? end : p.keys) : p.keys;
+    to = exists ? by_order : 0;
+    from = p.causal ? static_cast<int>(end - p.window < 0 ? 0 : end - p.window < to ? end - p.window : to) : 0;
     const int64_t* of_sample = p.documents == nullptr ? nullptr : p.documents + int64_t{sample} * p.seq_length;
     mine = of_sample == nullptr ? 0 : of_sample[query];
     documents = of_sample == nullptr ? nullptr : of_sample + p.first_key;

@@ -24,8 +24,8 @@ template <typename T>
 void dropout_add(const T* x, const T* residual, T* out, const HiddenRows& shape, const Drop& drop, void* stream);
 
 // A tile of scores, contiguous [samples, heads, queries, keys], with the global numbers of its first row and column.
-// A query sees keys up to its own place, at most `window` of them, of its own document if there are `documents`
-// [samples, seq_length]. With `slopes` [heads] a score falls by slope times distance.
+// A query sees keys up to its own place if `causal`, at most `window` of them, else all; of its own document if there
+// are `documents` [samples, seq_length]. With `slopes` [heads] a score falls by slope times distance.
 struct ScoreTile {
   const int64_t* samples;
   const int64_t* documents;
@@ -33,6 +33,7 @@ struct ScoreTile {
   int64_t num_rows;  // samples times heads times queries
   int heads, queries, keys;
   int64_t first_head, first_query, first_key, window, seq_length;
+  bool causal;
   float scale;
 };
 

@@ -119,6 +119,8 @@ LEAVES = {
 APART = {
     "estimate/links/draw_png.py": "matplotlib is imported where a picture is drawn",
     "commands/dry_run.py": "its flags and errors wait for no torch",
+    "data/mock.py": "a data set is one file",
+    "data/split_sentences.py": "rules of where sentences end, which have nothing of how text is encoded",
 }
 """Short files with one reader that stay apart, and why."""
 

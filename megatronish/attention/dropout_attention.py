@@ -29,7 +29,9 @@ def dropped_tile(
 ) -> DroppedTile:
     """Dropout and mask of a whole sequence, as one tile."""
     slopes = slopes_on(mask.slopes, device) if mask.slopes else None
-    return DroppedTile(dropout, first_head, mask.first_query, 0, mask.window_size, mask.document_ids, slopes)
+    return DroppedTile(
+        dropout, first_head, mask.first_query, 0, mask.window_size, mask.document_ids, slopes, causal=mask.causal
+    )
 
 
 def dropped_attention(
@@ -45,7 +47,8 @@ def dropped_attention(
     """[q, B, n, H], [S, B, kv, H], [S, B, kv, H], sinks [n] -> [q, B, n H]: queries are the end of the sequence."""
     whole = dropped_tile(dropout, mask, first_head=first_head, device=q.device)
     out, _ = torch.ops.megatronish.dropped_attention(
-        q, k, v, sinks, *dropout[:2], whole.documents, whole.slopes, first_head, whole.window_size, dropout.rate
+        *(q, k, v, sinks, *dropout[:2], whole.documents, whole.slopes),
+        *(first_head, whole.window_size, whole.causal, dropout.rate),
     )
     return out.flatten(2)
 
@@ -74,6 +77,8 @@ def _blocks(q: Tensor, k: Tensor, whole: DroppedTile) -> Iterator[_Block]:
         for start in range(0, num_queries, size):
             queries = slice(start, min(start + size, num_queries))
             keys = slice(max(0, first_query + start - window + 1), first_query + queries.stop)
+            if not whole.causal:
+                keys = slice(0, num_keys)
             tile = whole._replace(
                 dropout=dropout, documents=documents, first_query=first_query + start, first_key=keys.start
             )
@@ -87,8 +92,9 @@ def _by_heads(x: Tensor) -> Tensor:
 
 
 def _whole(*given: Any) -> DroppedTile:
-    keys, samples, documents, slopes, first_head, window_size, rate = given
-    return DroppedTile(ProbabilityDropout(keys, samples, rate), first_head, 0, 0, window_size, documents, slopes)
+    keys, samples, documents, slopes, first_head, window_size, causal, rate = given
+    dropout = ProbabilityDropout(keys, samples, rate)
+    return DroppedTile(dropout, first_head, 0, 0, window_size, documents, slopes, causal)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
@@ -141,10 +147,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ops: Any, ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks = ops.dropped_attention_backward(dout, *ctx.saved_tensors, *ctx.rest)
-    return dq, dk, dv, None if ctx.saved_tensors[3] is None else dsinks, *[None] * 7
+    return dq, dk, dv, None if ctx.saved_tensors[3] is None else dsinks, *[None] * 8
 
 
-_GIVEN = "Tensor keys, Tensor samples, Tensor? documents, Tensor? slopes, int first_head, int? window_size, float rate"
+_GIVEN = (
+    "Tensor keys, Tensor samples, Tensor? documents, Tensor? slopes, int first_head, int? window_size, bool causal, "
+    "float rate"
+)
 FAMILY = OperatorFamily(
     "dropped_attention",
     (

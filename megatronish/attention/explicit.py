@@ -53,7 +53,7 @@ def unstacked(x: Tensor, heads: int) -> Tensor:
 
 
 def _fused_softmax(scores: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    if mask.document_ids is None and (mask.pattern is None or mask.whole is None):
+    if mask.causal and mask.document_ids is None and (mask.pattern is None or mask.whole is None):
         return scaled_causal_softmax(scores, scale=scale, window_size=mask.window_size)
     return scaled_masked_softmax(scores, mask.whole, scale=scale)
 
@@ -64,11 +64,12 @@ def _softmax(scores: Tensor, mask: AttentionMask, scale: float, sinks: Tensor | 
         scaled = scaled + mask.whole_bias(scaled.dtype)
     else:
         dense = mask.whole
-        if dense is None:
+        if dense is None and mask.causal:
             queries, keys = scores.shape[-2:]
             positions = torch.arange(keys, device=scores.device)
             dense = mask.dense(positions[keys - queries :], positions)
-        scaled = scaled.masked_fill(~dense, -torch.inf)
+        if dense is not None:
+            scaled = scaled.masked_fill(~dense, -torch.inf)
     if sinks is None:
         return scaled.softmax(-1)
     column = sinks.to(scaled.dtype)[:, None, None].expand(*scaled.shape[:-1], 1)

@@ -104,7 +104,7 @@ class AttentionProblem(NamedTuple):
     dtype: torch.dtype
     head_size: int
     is_grouped: bool  # query heads share key/value heads
-    is_masked: bool  # not plain causal
+    is_masked: bool  # more than by order
     capability: tuple[int, int] = (0, 0)  # of a CUDA device
     may_compile: bool = False  # FlexAttention is wanted, there is a compiler, and queries are the whole sequence
 
@@ -140,7 +140,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, may
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     dense = mask.whole_bias(q.dtype) if mask.slopes else mask.whole
     # Sizes may be symbols in a graph, and then a comparison is one too; a branch makes it the bool that SDPA needs.
-    is_causal = True if dense is None and q.shape[2] > 1 else False  # noqa: SIM210 - a single query sees all keys
+    is_plain_causal = mask.causal and dense is None
+    is_causal = True if is_plain_causal and q.shape[2] > 1 else False  # noqa: SIM210 - a single query sees all keys
     is_grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
     with sdpa_kernel(WITHOUT_PLANS) if mask.in_generation else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=is_causal, enable_gqa=is_grouped)
@@ -156,7 +157,7 @@ def bucket_of(seq_length: int) -> int:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-    """FlexAttention of a sequence padded at its end to the length of a bucket: no token sees what comes after it."""
+    """FlexAttention of a sequence padded at its end to the length of a bucket: no token of it sees what is added."""
     seq_length, length = q.shape[2], bucket_of(q.shape[2])
     if length != seq_length:
         q, k, v = (F.pad(x, (0, 0, 0, length - seq_length)) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Attention masks: causal, in a sliding window or a pattern of blocks, and within documents, for a sequence or a part.
+"""Attention masks: causal or bidirectional, in a window or a pattern of blocks, within documents; whole or a part.
 
 With ALiBi (attention with linear biases, Press et al. 2022, arXiv:2108.12409) a mask also says how much a key counts:
 its score falls by slope x distance, and there are no other positions. Each head has a slope of its own. The slopes of a
@@ -13,7 +13,7 @@ and the last place of a block, and its least and its greatest document id. Nothi
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,9 @@ class AttentionMask:
     Positions and document ids are those along the whole sequence, whatever part of it a rank holds. In generation the
     tokens before `num_cached` are keys alone: they are in the KV cache.
     """
+
+    causal: ClassVar[bool] = True
+    """Whether a token sees no token after it."""
 
     seq_length: int
     window_size: int | None = None
@@ -75,8 +78,8 @@ class AttentionMask:
         return self.num_cached is not None
 
     @property
-    def is_causal(self) -> bool:
-        """Whether the mask is plain causal: no ALiBi, no documents, and nothing sparse."""
+    def is_plain(self) -> bool:
+        """Whether order alone says what a token sees: no ALiBi, no documents, and nothing sparse."""
         return not self.slopes and self.document_ids is None and not self.is_sparse
 
     @property
@@ -88,13 +91,13 @@ class AttentionMask:
 
     @property
     def needs_dense(self) -> bool:
-        """Whether the mask of the whole sequence is more than plain causal: one query at the end sees all of it."""
-        return not (self.is_causal and self.first_query in (0, self.seq_length - 1))
+        """Whether the mask of the whole sequence is more than plain: one query at the end sees all of it."""
+        return not (self.is_plain and self.first_query in (0, self.seq_length - 1))
 
     def dense(self, queries: Tensor, keys: Tensor) -> Tensor:
         """int64 [q], [k] -> bool [1 or B, 1, q, k]: True where a query (row) sees a key (column)."""
         distance = queries.int()[:, None] - keys.int()
-        dense = distance >= 0
+        dense = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         if self.window_size is not None:
             dense &= distance < self.window_size
         dense = dense[None, None]
@@ -194,6 +197,7 @@ class AttentionMask:
             return self
         if seq_length not in self._longer:
             ids = self.document_ids
+            assert self.causal or ids is not None, "without documents every token would see what pads the sequence"
             padded = None if ids is None else F.pad(ids, (0, seq_length - self.seq_length), value=-1)
             self._longer[seq_length] = replace(self, seq_length=seq_length, document_ids=padded)
         return self._longer[seq_length]
@@ -203,6 +207,8 @@ class AttentionMask:
 
         With documents it is always "dense": to know where they end, the host would have to wait for the device.
         """
+        if not self.causal:
+            return "everything" if self.document_ids is None else "dense"
         if queries[-1] < keys[0] or (self.window_size is not None and queries[0] - keys[-1] >= self.window_size):
             return "nothing"
         in_window = self.window_size is None or queries[-1] - keys[0] < self.window_size
@@ -214,6 +220,19 @@ class AttentionMask:
         if queries == keys:
             return "causal"
         return "everything" if keys[-1] <= queries[0] else "dense"
+
+
+class BidirectionalMask(AttentionMask):
+    """Mask of BERT: a token sees all tokens of its own document, so that padding is a document of its own.
+
+    It has neither a window nor ALiBi, no pattern and no KV cache.
+    """
+
+    causal = False
+
+    def __post_init__(self) -> None:
+        is_plain = self.window_size is None and not self.slopes and self.pattern is None
+        assert is_plain and not self.in_generation, "a bidirectional mask has no window, no ALiBi and no KV cache"
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -255,6 +274,8 @@ def block_mask(mask: AttentionMask) -> flex_attention.BlockMask:
     is_complete = first + BLOCK <= seq_length
     # [queries, keys] in blocks: some query sees some key; every query sees every key.
     some, whole = last[:, None] >= first, first[:, None] >= last
+    if not mask.causal:
+        some, whole = torch.ones_like(some), torch.ones_like(whole)
     whole = whole & is_complete[:, None] & is_complete
     if window_size is not None:
         some = some & (first[:, None] - last < window_size)
@@ -297,11 +318,12 @@ def _shown(layout: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]
 
 def _visibility(mask: AttentionMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether a query sees a key, as FlexAttention asks: for one place of a sample and a head."""
-    window_size, document_ids = mask.window_size, mask.document_ids
+    # Plain values, not the mask: torch.compile looks at what a function closes over.
+    causal, window_size, document_ids = mask.causal, mask.window_size, mask.document_ids
     layout, size = (None, 1) if mask.pattern is None else (mask.layout, mask.pattern.block_size)
 
     def visible(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = query >= key
+        seen = query >= key if causal else query >= 0
         if window_size is not None:
             seen = seen & (query - key < window_size)
         if document_ids is not None:

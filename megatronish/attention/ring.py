@@ -12,7 +12,8 @@ block of rank j it computes: for j = r a causal square; for j < r all its querie
 j > r the second half of its queries with all keys. This is the same work in each step, and needs no dense mask.
 Windows, documents and ALiBi need dense masks, which are made for one tile of two chunks at a time. Tiles outside of the
 window are left out, but their blocks are sent all the same. Of a pattern (specs/block_pattern.py) chunks that no query
-sees are left out, and of the others the rectangles are computed that it shows.
+sees are left out, and of the others the rectangles are computed that it shows. Under a bidirectional mask a tile is all
+queries with all keys of a block.
 """
 
 from collections.abc import Iterator
@@ -76,7 +77,9 @@ def tiles_of(rank: int, source: int, *, cp_size: int, mask: AttentionMask, by_ch
     front, back, whole = slice(0, length), slice(length, 2 * length), slice(0, 2 * length)
     # Each chunk of another rank's block lies wholly before or wholly after each chunk of queries: what is left needs no
     # mask.
-    if mask.is_causal and not by_chunks:
+    if not mask.causal and mask.is_plain and not by_chunks:
+        return [Tile(whole, whole, "everything")]
+    if mask.is_plain and not by_chunks:
         if source == rank:
             return [Tile(whole, whole, "causal")]
         return [Tile(whole, front, "everything") if source < rank else Tile(back, whole, "everything")]

@@ -44,7 +44,7 @@ def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
 def _one_tile(mask: AttentionMask, q: Tensor) -> TileMask:
     """Mask of the whole sequence as that of one tile. A single query of plain attention is the last: it sees all."""
     if mask.whole is None:
-        return TileMask(causal=q.shape[2] > 1)
+        return TileMask(causal=mask.causal and q.shape[2] > 1)
     return TileMask(dense=mask.whole, alibi=mask.whole_alibi)
 
 

@@ -30,7 +30,7 @@ from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
 from megatronish.data.inputs import input_files, listed, same_names
-from megatronish.data.preprocess import Summary, preprocess
+from megatronish.data.preprocess import Summary, output_name, preprocess
 from megatronish.tokenizer.names import tokenizer_type
 from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
@@ -48,7 +48,7 @@ class PreprocessArguments:
     tokenizer_model: str | None = None
     """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
     vocab_file: str | None = None
-    """vocab.json of a GPT-2 tokenizer, with --merge-file."""
+    """vocab.json of a GPT-2 tokenizer, with --merge-file; or vocab.txt of a BERT."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
     tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
@@ -65,6 +65,8 @@ class PreprocessArguments:
     """Keys of an object (meta.body: inside of meta), or columns, that hold text; each makes files of its own."""
     append_eod: bool = False
     """End every document with the end-of-document token."""
+    split_sentences: bool = False
+    """A sequence for each sentence, for BERT; the files are PREFIX_KEY_sentence."""
     workers: int = 1
     """Processes that tokenize."""
     strict: bool = False
@@ -124,6 +126,7 @@ def run(arguments: PreprocessArguments) -> int:
             tokenizer=partial(plugged_tokenizer, arguments.plugin, tokenizer_settings(arguments)),
             json_keys=arguments.json_keys,
             append_eod=arguments.append_eod,
+            split_sentences=arguments.split_sentences,
             workers=arguments.workers,
             strict=arguments.strict,
             max_bad_fraction=arguments.max_bad_fraction,
@@ -133,7 +136,8 @@ def run(arguments: PreprocessArguments) -> int:
     finally:
         progress.close()
     print(summary)
-    print(" ".join(f"{arguments.output_prefix}_{key}_document" for key in arguments.json_keys), flush=True)
+    prefix, splits = arguments.output_prefix, arguments.split_sentences
+    print(" ".join(output_name(prefix, key, split_sentences=splits) for key in arguments.json_keys), flush=True)
     if summary.bad_lines:
         print(f"{summary.bad_lines:,} of {summary.lines:,} lines were bad and were left out", file=sys.stderr)
     return 0
@@ -222,7 +226,7 @@ def _refused(text: str, num_values: int = 1, harmless: tuple[str, ...] = ()) -> 
     return MegatronFlag("refused", text, num_values, harmless)
 
 
-_SENTENCES = "texts are not split into sentences"
+_SENTENCES = "--split-sentences has one set of rules for all languages"
 _MODEL = "the vocabulary is padded when the model is trained"
 _TUNING = "it belongs to --find-optimal-num-workers"
 
@@ -230,8 +234,9 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "dataset-impl": _refused("the only format is that of mmap; leave it out", harmless=("mmap", "infer")),
     "partitions": _idle("--workers share one input evenly, and the files do not depend on how many they are"),
     "keep-sequential-samples": _idle("documents always keep the order of the input", 0),
-    "split-sentences": _refused("it is for BERT; leave it out, a text is one document", 0),
-    "keep-newlines": _idle("a text is taken as it is", 0),
+    "keep-newlines": _idle(
+        "a text is taken as it is, and --split-sentences leaves white space between sentences out", 0
+    ),
     "lang": _idle(_SENTENCES),
     "find-optimal-num-workers": _refused("give --workers as many as there are CPU cores", 0),
     "workers-to-check": _idle(_TUNING, MANY),

@@ -12,6 +12,7 @@ from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, Field, read_fields
 from megatronish.config.marks import REQUIRED
 from megatronish.config.rules import (
+    bert,
     data,
     experts,
     finetuning,
@@ -54,6 +55,7 @@ MOST_ELEMENTS = 2**48  # of a tensor; torch counts bytes in 64 bits, and no mode
 
 # In the order in which their complaints are printed.
 RULES = (
+    *bert.RULES,
     *parallel.CUT_RULES,
     *pipeline.STAGE_RULES,
     *training.RECOMPUTE_RULES,

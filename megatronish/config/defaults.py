@@ -20,7 +20,7 @@ from megatronish.config.sections.run import LogConfig
 from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
 from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, tokenizer_type
+from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, WORDPIECE, tokenizer_type
 
 # Sizes of vocabularies, read from a tokenizer's files without the libraries that run tokenizers.
 
@@ -39,6 +39,8 @@ def vocabulary_of_files(data: DataConfig) -> int | None:
         kind = tokenizer_type(data.tokenizer_type)
         if kind == "bytes":
             return OF_BYTES
+        if kind in WORDPIECE:
+            return len(_content(Path(data.vocab_file or data.tokenizer_model or "")).splitlines())
         if kind == "huggingface" and data.vocab_file:
             return 1 + max(json.loads(_content(Path(data.vocab_file))).values())
         if data.tokenizer_model is None:
@@ -143,7 +145,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         )
     config, of_tokens = _tokens_as_samples(config, invalid)
     notes += [*of_tokens, *_idle_loss_scale(config.training)]
-    config = _last_batch_size(config, invalid)
+    config = _objective_of_model(_last_batch_size(config, invalid))
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
     # 3. Notes about what no part of this run reads. None of them changes the config, except for the sizes of a grid of
     # experts.
@@ -230,6 +232,13 @@ def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:
     except ValueError:  # the rules say so
         return config
     return with_fields(config, global_batch_size=steps[-1][1])
+
+
+def _objective_of_model(config: Config) -> Config:
+    """Config whose objective, where it is not given, is one that its kind of model is trained for."""
+    if config.model.is_causal or config.training.objective != TrainingConfig.objective:
+        return config
+    return with_fields(config, objective="masked_lm")
 
 
 def _idle_experts(config: Config) -> list[str]:

@@ -45,22 +45,28 @@ class OptimizerChoice(Choice):
 
 @dataclass(frozen=True)
 class ObjectiveChoice(Choice):
-    """An objective, with what it learns from, and the fields of section [preference] that it reads.
+    """An objective, with what it learns from, and the fields of a config that it reads.
 
     `learns_from` text is any data with a loss of each token; pairs are chosen and rejected completions; labelled are
-    completions that are said to be wanted or not. `has_reference`: it compares with another model.
+    completions that are said to be wanted or not. `has_reference`: it compares with another model. `model_type` is the
+    kind of model that it trains.
     """
 
     learns_from: Literal["text", "pairs", "labelled"] = "text"
     reads: tuple[str, ...] = ()
     has_reference: bool = False
+    model_type: str = "gpt"
 
 
 @dataclass(frozen=True)
 class DatasetChoice(Choice):
-    """A kind of data sets. One that does not need a path makes its samples without files, or from an option."""
+    """A kind of data sets. One that does not need a path makes its samples without files, or from an option.
+
+    `has_sentences`: its samples are pairs of sentences.
+    """
 
     needs_path: bool = True
+    has_sentences: bool = False
 
 
 BLOCK_NAMES: dict[str, Choice] = {"transformer": Choice()}
@@ -75,6 +81,7 @@ OPTIMIZER_NAMES: dict[str, OptimizerChoice] = {
 
 OBJECTIVE_NAMES: dict[str, ObjectiveChoice] = {
     "causal_lm": ObjectiveChoice(),
+    "masked_lm": ObjectiveChoice(reads=("bert_no_binary_head",), model_type="bert"),
     "dpo": ObjectiveChoice(learns_from="pairs", reads=("beta", "dpo_loss_type", "label_smoothing"), has_reference=True),
     "ipo": ObjectiveChoice(learns_from="pairs", reads=("beta",), has_reference=True),
     "simpo": ObjectiveChoice(learns_from="pairs", reads=("beta", "label_smoothing", "simpo_gamma", "cpo_alpha")),
@@ -86,7 +93,11 @@ OBJECTIVE_NAMES: dict[str, ObjectiveChoice] = {
 }
 """Objectives of --objective."""
 
-DATASET_NAMES: dict[str, DatasetChoice] = {"pretrain": DatasetChoice(), "chat": DatasetChoice()}
+DATASET_NAMES: dict[str, DatasetChoice] = {
+    "pretrain": DatasetChoice(),
+    "chat": DatasetChoice(),
+    "sentences": DatasetChoice(has_sentences=True),
+}
 """Kinds of data sets of --dataset-type."""
 
 HOOK_NAMES: dict[str, Choice] = {}

@@ -14,9 +14,10 @@ from megatronish.core.names import DATASET_NAMES, options_of
 from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.chat.dataset import open_chats
 from megatronish.data.chat.setup import ChatSetup
-from megatronish.data.mock import open_mock_samples
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, MixingDataset, OpenDataset
 from megatronish.data.samples import TooSmallError, open_gpt_samples
+from megatronish.data.sentences import open_mock, open_sentences
+from megatronish.tokenizer.control_tokens import MaskTokens
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,8 @@ UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 DATASETS: dict[str, Callable[..., Dataset]] = {
     "pretrain": open_gpt_samples,
     "chat": open_chats,
-    "mock": open_mock_samples,
+    "sentences": open_sentences,
+    "mock": open_mock,
 }
 """Functions that open data sets, each an `OpenDataset`: by the names of --dataset-type, and for --mock-data.
 
@@ -123,14 +125,28 @@ class _Reader:
 
 
 def build_datasets(
-    data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, eod: int, chats: ChatSetup | None = None
+    data: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    vocab_size: int,
+    eod: int,
+    chats: ChatSetup | None = None,
+    masks: MaskTokens | None = None,
 ) -> DatasetSplits:
-    """Open all data sets that `data` asks for; those of the kind chat need `chats`.
+    """Open all data sets that `data` asks for; those of the kind chat need `chats`, those of sentences `masks`.
 
     UserError with a remedy for what cannot be read.
     """
     settings = DatasetSettings(
-        seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod=eod, cache_path=data.data_cache_path, chats=chats
+        seq_length=seq_length,
+        seed=seed,
+        vocab_size=vocab_size,
+        eod=eod,
+        cache_path=data.data_cache_path,
+        chats=chats,
+        masks=masks,
+        short_seq_prob=data.short_seq_prob,
     )
     read = _Reader(open_dataset_of(data), settings)
     if data.mock_data or not (data.needs_path or data.data_path or data.train_data_path):

@@ -23,6 +23,7 @@ from megatronish.config.plugins import naming_plugins
 from megatronish.core.errors import RunError
 from megatronish.core.foreign import json_value
 from megatronish.data.readers import Batch
+from megatronish.data.split_sentences import split_sentences
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # for Hugging Face's library, which else takes every core
@@ -45,13 +46,19 @@ class EncodingJob:
     tokenizer: Callable[[], Encoder]
     json_keys: tuple[str, ...]
     append_eod: bool
+    split_sentences: bool = False
+    """A sequence for each sentence of a document."""
 
 
 class Encoded(NamedTuple):
-    """Encoded batch: for each key the documents' tokens end to end and their lengths; a sentence for each bad line."""
+    """Encoded batch: for each key the documents' tokens end to end and their lengths; a message for each bad line.
+
+    `sequences` are the lengths of the sequences of each document, one of all its tokens, or its sentences.
+    """
 
     tokens: list[NDArray[Any]]
     lengths: list[list[int]]
+    sequences: list[list[list[int]]]
     bad_lines: list[str]
     num_bytes: int
 
@@ -71,20 +78,21 @@ def encode_batch(batch: Batch, job: EncodingJob, tokenizer: Encoder) -> Encoded:
             except (ValueError, RecursionError) as error:
                 bad_lines[number] = error
     try:
-        ids = _encode_lines(list(texts.values()), tokenizer)
+        ids = _encode_lines(list(texts.values()), job, tokenizer)
     except ValueError:  # a text that has no tokens: line by line, to find which
         ids = []
         for number, of_line in list(texts.items()):
             try:
-                ids += _encode_lines([of_line], tokenizer)
+                ids += _encode_lines([of_line], job, tokenizer)
             except ValueError as error:
                 bad_lines[number] = error
-    documents = [[_document(tokens, job, tokenizer) for tokens in of_key] for of_key in zip(*ids, strict=True)]
+    documents = [[_document(parts, job, tokenizer) for parts in of_key] for of_key in zip(*ids, strict=True)]
     documents = documents or [[] for _ in job.json_keys]
     empty = np.empty(0, np.int32)
     return Encoded(
-        tokens=[np.concatenate([empty, *of_key]) for of_key in documents],
-        lengths=[[len(tokens) for tokens in of_key] for of_key in documents],
+        tokens=[np.concatenate([empty, *(part for parts in of_key for part in parts)]) for of_key in documents],
+        lengths=[[sum(map(len, parts)) for parts in of_key] for of_key in documents],
+        sequences=[[[len(part) for part in parts] for parts in of_key] for of_key in documents],
         bad_lines=[f"{batch.path}:{number}: {error}" for number, error in sorted(bad_lines.items())],
         num_bytes=batch.num_bytes,
     )
@@ -116,15 +124,22 @@ def _value(record: dict[str, Any], key: str) -> Any:
         raise ValueError(f"key {key!r} is missing") from None
 
 
-def _encode_lines(lines: Sequence[list[str]], tokenizer: Encoder) -> list[list[list[int]]]:
-    """Ids of the texts of each line, [lines][keys]."""
-    ids = iter(tokenizer.encode_all([text for line in lines for text in line]))
-    return [[next(ids) for _ in line] for line in lines]
+def _encode_lines(lines: Sequence[list[str]], job: EncodingJob, tokenizer: Encoder) -> list[list[list[list[int]]]]:
+    """Ids of the parts of the texts of each line, [lines][keys][parts]: of the whole text, or of its sentences."""
+    parts = [[split_sentences(text) if job.split_sentences else [text] for text in line] for line in lines]
+    ids = iter(tokenizer.encode_all([part for line in parts for of_key in line for part in of_key]))
+    return [[[next(ids) for _ in of_key] for of_key in line] for line in parts]
 
 
-def _document(ids: list[int], job: EncodingJob, tokenizer: Encoder) -> NDArray[Any]:
-    """Tokens of a text. As in Megatron, an empty text is an empty document without an end-of-document token."""
-    return np.array([*ids, tokenizer.eod] if ids and job.append_eod else ids, np.int32)
+def _document(parts: list[list[int]], job: EncodingJob, tokenizer: Encoder) -> list[NDArray[Any]]:
+    """Tokens of the parts of a text that have any, the last with the token that ends a document.
+
+    As in Megatron, an empty text is an empty document without an end-of-document token.
+    """
+    found = [ids for ids in parts if ids]
+    if found and job.append_eod:
+        found[-1] = [*found[-1], tokenizer.eod]
+    return [np.array(ids, np.int32) for ids in found]
 
 
 def encode_all(batches: Iterator[Batch], job: EncodingJob, tokenizer: Encoder, *, workers: int) -> Generator[Encoded]:

@@ -218,6 +218,11 @@ class IndexedWriter:
         sequences = np.asarray(lengths, np.int64)
         self._add(np.asarray(tokens), sequences[sequences > 0], (sequences > 0).astype(np.int64))
 
+    def add_split_documents(self, tokens: ArrayLike, sequences: Sequence[Sequence[int]]) -> None:
+        """Add documents, end to end in `tokens`, of sequences of these lengths; one without any is empty."""
+        lengths = np.fromiter((length for of_document in sequences for length in of_document), np.int64)
+        self._add(np.asarray(tokens), lengths, np.fromiter(map(len, sequences), np.int64))
+
     def add_prefix(self, prefix: str | Path) -> None:
         """Add all documents of another pair, which must have the same dtype."""
         other = IndexedTokens(prefix)

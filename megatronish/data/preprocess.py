@@ -50,6 +50,7 @@ def preprocess(
     tokenizer: Callable[[], Encoder],
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
+    split_sentences: bool = False,
     workers: int = 1,
     strict: bool = False,
     max_bad_fraction: float = 1.0,
@@ -58,6 +59,7 @@ def preprocess(
 ) -> Summary:
     """Write `<output_prefix>_<key>_document.bin/.idx` for each key from files of JSON or Parquet (data/inputs.py).
 
+    With `split_sentences` they are `<output_prefix>_<key>_sentence`, with a sequence for each sentence of a document.
     `tokenizer` builds the tokenizer; it is pickled for the workers. `on_progress` hears after each batch how much is
     done and how many bytes of the files it took. Nothing is left under the final names unless all went well. UserError
     for bad input (with `strict`, any bad line; else more than `max_bad_fraction` of the lines) and a prefix that cannot
@@ -66,20 +68,21 @@ def preprocess(
     files = input_files(inputs)
     _check(json_keys=json_keys, workers=workers, max_bad_fraction=max_bad_fraction)
     own_tokenizer = tokenizer()
-    job = EncodingJob(tokenizer, tuple(json_keys), append_eod)
+    job = EncodingJob(tokenizer, tuple(json_keys), append_eod, split_sentences)
     summary, start = Summary(), time.monotonic()
     batches = (batch for path in files for batch in read_batches(path, json_keys))
     with ExitStack() as stack:
         dtype = token_dtype(own_tokenizer.vocab_size)
         with signals_held():  # between a file and the note that it must be deleted
-            writers = [stack.enter_context(_open_writer(output_prefix, key, dtype=dtype)) for key in json_keys]
+            names = [output_name(output_prefix, key, split_sentences=split_sentences) for key in json_keys]
+            writers = [stack.enter_context(_open_writer(name, output_prefix, dtype=dtype)) for name in names]
         for encoded in stack.enter_context(closing(encode_all(batches, job, own_tokenizer, workers=workers))):
             for message in encoded.bad_lines:
                 if strict:
                     raise UserError(f"{message}; correct the line, or leave --strict out to skip such lines")
                 on_bad_line(message)
-            for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths, strict=True):
-                writer.add_documents(tokens, lengths)
+            for writer, tokens, sequences in zip(writers, encoded.tokens, encoded.sequences, strict=True):
+                writer.add_split_documents(tokens, sequences)
                 summary.tokens += len(tokens)
             summary.documents += len(encoded.lengths[0])
             summary.bad_lines += len(encoded.bad_lines)
@@ -120,9 +123,14 @@ def _refuse_too_few(summary: Summary, files: Sequence[Path], json_keys: Sequence
         )
 
 
-def _open_writer(output_prefix: str, key: str, *, dtype: np.dtype[Any]) -> IndexedWriter:
+def output_name(output_prefix: str, key: str, *, split_sentences: bool) -> str:
+    """Prefix of the pair that is written for a key, as Megatron-LM names it."""
+    return f"{output_prefix}_{key}_{'sentence' if split_sentences else 'document'}"
+
+
+def _open_writer(name: str, output_prefix: str, *, dtype: np.dtype[Any]) -> IndexedWriter:
     try:
-        return IndexedWriter(f"{output_prefix}_{key}_document", dtype=dtype)
+        return IndexedWriter(name, dtype=dtype)
     except OSError as error:
         raise UserError(
             f"--output-prefix {output_prefix} cannot be written: {error.filename}: {error.strerror}; choose another"

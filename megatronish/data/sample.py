@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatronish.core.errors import UserError
 from megatronish.data.chat.setup import ChatSetup
+from megatronish.tokenizer.control_tokens import MaskTokens
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Sample:
     `pair_labels` are those of P pairs of completions, where an objective compares them: the sample's documents 2 p and
     2 p + 1 are pair p, and other documents follow. `pair_reference` are log-probabilities by a reference model.
 
+    `token_types[i]` is the sentence of token i, 0 or 1, of a pair of sentences; `is_swapped` tells that the first one
+    came after the second.
+
     The last `num_filler` tokens only make the sample as long as others: no loss reads them, no other token sees them.
     """
 
@@ -45,6 +49,8 @@ class Sample:
     pair_labels: NDArray[np.bool_] | None = None  # [P]
     pair_reference: NDArray[np.float32] | None = None  # [P, 2]
     num_filler: int = 0
+    token_types: NDArray[np.int64] | None = None  # [S + 1]
+    is_swapped: bool = False
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape
@@ -58,7 +64,7 @@ class Sample:
     def until(self, length: int) -> "Sample":
         """The first `length` tokens; those that are left out must be filler."""
         assert length >= len(self.tokens) - self.num_filler, "tokens that are read are not left out"
-        names = ("tokens", "loss_mask", "document_ids", "dataset_ids")
+        names = ("tokens", "loss_mask", "document_ids", "dataset_ids", "token_types")
         cut = {name: array[:length] for name in names if (array := getattr(self, name)) is not None}
         return replace(self, **cut, num_filler=max(0, length - len(self.tokens) + self.num_filler))
 
@@ -116,6 +122,8 @@ class DatasetSettings:
     eod: int
     cache_path: str | None = None
     chats: ChatSetup | None = None
+    masks: MaskTokens | None = None
+    short_seq_prob: float = 0.0
 
 
 class DatasetSource(NamedTuple):

@@ -56,14 +56,18 @@ def _masked_by_blocks(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, *
     if mask.slopes:
         slopes_on(mask.slopes, q.device)
     assert blocks.shape[-1] == k.shape[2], "queries are the whole sequence"
-    places = computed_scores(mask.seq_length, mask.window_size, mask.pattern)
+    places = computed_scores(mask.seq_length, mask.window_size, mask.pattern, causal=mask.causal)
     out: Tensor = OPERATORS.flex_attention(q, k, v, places)[0]
     return out
 
 
 @cache
-def computed_scores(seq_length: int, window_size: int | None, pattern: BlockPattern | None = None) -> int:
-    """Scores in the blocks of a causal mask with window or pattern that are not skipped; documents are taken as one."""
+def computed_scores(
+    seq_length: int, window_size: int | None, pattern: BlockPattern | None = None, *, causal: bool = True
+) -> int:
+    """Scores in the blocks of a mask with window or pattern that are not skipped; documents are taken as one."""
+    if not causal:
+        return seq_length**2
     window, scores = window_size or seq_length, 0
     for first in range(0, seq_length, BLOCK):
         end = min(first + BLOCK, seq_length)
@@ -184,6 +188,5 @@ def _on_few_blocks(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 def _times(q: Tensor, k: Tensor, *rest: Any) -> Fraction:
     """Scores of all blocks over those of the blocks that run."""
-    *_, keys, samples, documents, slopes, first_head, window_size, rate = rest
-    whole = dropout_attention._whole(keys, samples, documents, slopes, first_head, window_size, rate)
+    whole = dropout_attention._whole(*rest[-8:])
     return Fraction(*(sum(map(_num_scores, blocks(q, k, whole))) for blocks in (all_blocks, _few_blocks)))

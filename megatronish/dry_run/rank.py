@@ -23,7 +23,9 @@ from megatronish.checkpoint.save import HostCopies
 from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
 from megatronish.data.loader import BatchShare, Collator, micro_batches
-from megatronish.data.mock import MockSamples
+from megatronish.data.masked import MaskedCollator
+from megatronish.data.sample import DatasetSettings, DatasetSource
+from megatronish.data.sentences import open_mock
 from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
 from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.ledger import Group, Owners
@@ -42,6 +44,7 @@ from megatronish.parallel.mesh import Axis, Mesh, leave
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.plan import Action
 from megatronish.report.statistics import num_zeros, params_norm
+from megatronish.tokenizer.tokenizer import NullTokenizer
 from megatronish.train.checkpoint_state import num_not_finite, tensors_of
 from megatronish.train.hooks.replicas import differences
 
@@ -275,15 +278,15 @@ def made_up_batches(planned: PlannedRun, mesh: Mesh, num_microbatches: int) -> l
     """Micro-batches of made-up tokens for this rank."""
     config, training = planned.config, planned.config.training
     eod = planned.vocab_size - 1
-    samples = MockSamples(
-        name="dry run", seq_length=training.seq_length, seed=training.seed, vocab_size=planned.vocab_size, eod=eod
-    )
+    masks = None if config.model.is_causal else NullTokenizer(planned.vocab_size).mask_tokens()
+    settings = DatasetSettings(training.seq_length, training.seed, planned.vocab_size, eod, masks=masks)
+    rows = Collator.of(config.data, eod=eod)
     return micro_batches(
-        samples,
+        open_mock(DatasetSource("dry run"), settings),
         consumed_samples=0,
         global_batch_size=num_microbatches * training.micro_batch_size * config.layout.dp,
         share=BatchShare.of(mesh, training.micro_batch_size),
-        collate=Collator.of(config.data, eod=eod),
+        collate=rows if masks is None else MaskedCollator.of(config, rows, masks, vocab_size=planned.vocab_size),
     )
 
 

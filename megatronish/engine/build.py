@@ -27,7 +27,7 @@ from megatronish.config.sections.finetuning import AdapterConfig, PreferenceConf
 from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.engine.engine import Engine
-from megatronish.engine.forward import PairPreparation, Scorer, run_chunk
+from megatronish.engine.forward import PairPreparation, Scorer, SentencePreparation, run_chunk
 from megatronish.engine.results import UpdateRule
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients, add_in_place
@@ -37,6 +37,7 @@ from megatronish.model.compiled import compile_layers, why_not_compiled
 from megatronish.model.gpt import Execution, MakeBlock
 from megatronish.model.quantised import form_of, quantise_base
 from megatronish.model.recompute import Recompute
+from megatronish.objectives.masked import SentenceObjective
 from megatronish.objectives.objective import CausalLM
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.table import objective_of
@@ -145,6 +146,8 @@ def build_engine(
         engine.outer = OuterOptimizer(optimizer.masters, learning, mesh.domains, outer, device=mesh.device)
     if isinstance(objective, PairObjective):
         prepare_pairs(engine, Scorer(stage, executor), config, vocab_size=vocab_size)
+    if isinstance(objective, SentenceObjective):
+        engine.preparation = SentencePreparation(mesh)
     return engine
 
 

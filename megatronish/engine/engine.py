@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatronish.engine.balancing import Balancing
-from megatronish.engine.forward import PairPreparation, on_rank, weight_of
+from megatronish.engine.forward import Preparation, on_rank, weight_of
 from megatronish.engine.results import GradientArrivals, StepResult, Totals, UpdateRule, Votes, no_votes, reduce_sums
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, metrics_of
@@ -32,8 +32,8 @@ from megatronish.parallel.schedules.plan import Action
 class Engine:
     """One rank's share of a training run. `observers` receive the times of every action.
 
-    `preparation` completes the micro-batches of objectives that compare completions; `reference` is the frozen model
-    that some of them compare with. `outer` joins the moves of islands (DiLoCo).
+    `preparation` completes the micro-batches of objectives that need numbers of a whole step; `reference` is the frozen
+    model that some of them compare with. `outer` joins the moves of islands (DiLoCo).
     """
 
     mesh: Mesh
@@ -43,7 +43,7 @@ class Engine:
     optimizer: Optimizer
     executor: Executor | ReplayingExecutor
     rule: UpdateRule
-    preparation: PairPreparation | None = field(default=None, init=False)
+    preparation: Preparation | None = field(default=None, init=False)
     reference: "Engine | None" = field(default=None, init=False)
     outer: OuterOptimizer | None = field(default=None, init=False)
     island_norm: float = field(default=0.0, init=False)  # of the last gradient, on the ranks of an island alike

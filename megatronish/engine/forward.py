@@ -18,8 +18,10 @@ from megatronish.attention.zigzag import places_of
 from megatronish.layers.linear import adapters_off
 from megatronish.layers.vocabulary import VocabParallelLogits
 from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
+from megatronish.model.bert import Bert
 from megatronish.model.gpt import GPT
 from megatronish.model.routing import Tally
+from megatronish.objectives.masked import SentenceObjective
 from megatronish.objectives.objective import LOSS, LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective, counted_once, pair_scores
 from megatronish.parallel import comm
@@ -48,6 +50,9 @@ def run_chunk(
     elif isinstance(objective, PairObjective):
         losses, cp = model(x, batch, step=step, chunk=chunk, tally=tally), model.execution.cp
         sums = counted_once(objective.sums_of_pairs(pair_scores(losses, batch, cp)), cp)
+    elif isinstance(objective, SentenceObjective):
+        assert isinstance(model, Bert), "only BERT has losses of sentences"
+        sums = objective.sums_of_both(model(x, batch, step=step, chunk=chunk, tally=tally), batch)
     else:
         sums = objective.sums(model(x, batch, step=step, chunk=chunk, tally=tally), batch)
     return ChunkOutput(sums[LOSS], {name: value.detach() for name, value in sums.items()} | _counted(tally, model))
@@ -65,6 +70,9 @@ def _counted(tally: Tally | None, model: GPT) -> dict[str, torch.Tensor]:
     """What the routers of a forward have counted, a row for each layer of the model."""
     return {} if tally is None else tally.stacked(model.config.num_layers)
 
+
+Preparation = Callable[[Sequence[MicroBatch]], list[MicroBatch]]
+"""Completion of the micro-batches of a step, as a rank holds them, by numbers of the whole step. Collective."""
 
 LogProbsOf = Callable[[Sequence[MicroBatch]], list[Tensor]]
 """Log-probabilities [P, 2] of the completions of each micro-batch; zeros on stages that do not end the model."""
@@ -122,6 +130,21 @@ class PairPreparation:
         totals = torch.cat((sums.cpu(), torch.tensor([sum(len(each.labels) for each in pairs)], dtype=torch.float64)))
         lengths, texts, ratios, number = comm.all_reduce(totals, self.mesh.dp).tolist()
         return StepNumbers(lengths / number, texts / number, max(ratios / number, 0.0))
+
+
+class SentencePreparation:
+    """Completion of pairs of sentences, a `Preparation`: the masked tokens of the step over its pairs."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of a step, or of an evaluation. Numbers are counted and summed on the CPU."""
+        found = [(batch, batch.sentences) for batch in batches if batch.sentences is not None]
+        assert len(found) == len(batches), "the data has no pairs of sentences"
+        numbers = torch.tensor([(pairs.num_masked, len(batch.tokens)) for batch, pairs in found]).sum(0)
+        masked, total = comm.all_reduce(numbers, self.mesh.dp).tolist()
+        return [batch.with_sentences(replace(pairs, tokens_a_pair=masked / total)) for batch, pairs in found]
 
 
 def _pairs(batch: MicroBatch) -> CompletionPairs:

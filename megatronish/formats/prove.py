@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatronish.formats.hf.tensors import FORMAT
 from megatronish.formats.load_sharded import check_source, load_weights, open_hf
 from megatronish.formats.weights import LazyTensor, to_ours
 from megatronish.model.batch import MicroBatch
+from megatronish.model.gpt import GPT
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stage import build_stage
 from megatronish.parallel.pipeline.stages import Stages
@@ -81,12 +82,13 @@ def _same_bits(here: Tensor, there: Tensor) -> bool:
 def compare_logits(folder: Path) -> str:
     """Sentence on the logits of random tokens, ours and transformers' in fp32; UserError if they differ by 1e-5."""
     description = open_hf(folder).description
-    length = min(description.seq_length, LONGEST)
+    length, is_causal = min(description.seq_length, LONGEST), description.model.is_causal
     tokens = torch.randint(description.vocab_size, (SAMPLES, length), generator=torch_stream("prove"))
     ours = our_logits(folder, tokens)
     transformers = importlib.import_module("transformers")
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+        auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
+        model = auto.from_pretrained(folder, local_files_only=True).float().eval()
     except Exception as error:  # of any kind: a folder that transformers refuses is not proved, whatever it says
         why = " ".join(str(error).split())
         raise UserError(
@@ -94,7 +96,7 @@ def compare_logits(folder: Path) -> str:
             "again, or install the version of transformers that it asks for"
         ) from error
     with torch.no_grad():
-        theirs = model(tokens, use_cache=False).logits
+        theirs = model(tokens, **{"use_cache": False} if is_causal else {}).logits
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     sentence = (
         f"logits of {SAMPLES} x {length} random tokens differ from those of transformers "
@@ -105,9 +107,15 @@ def compare_logits(folder: Path) -> str:
     return f"proved: {sentence} (bound {BOUND:g}, fp32)"
 
 
-@torch.no_grad()
-def our_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits [B, S, V] of a Hugging Face folder, in fp32 on the CPU, computed here."""
+class OurModel(NamedTuple):
+    """Model of a Hugging Face folder, in fp32 on the CPU of one process, and its vocabulary."""
+
+    model: GPT
+    vocab_size: int
+
+
+def our_model(folder: Path) -> OurModel:
+    """The model of a Hugging Face folder, built here."""
     description, tensors = open_hf(folder)
     mesh, vocab_size = Mesh.start(experts=ExpertLayout(1, 1)), description.vocab_size
     stages = Stages.of(ParallelConfig(), description.model, vocab_size=vocab_size, seq_length=description.seq_length)
@@ -116,9 +124,15 @@ def our_logits(folder: Path, tokens: Tensor) -> Tensor:
     for name, parameter in built.model.named_parameters():
         sharding = built.shardings[name]
         pieces: tuple[Piece, ...] = tuple(sharding.pieces(mesh.domains[sharding.domain].model))
-        into[name] = GlobalTensor(sharding.shape, pieces, parameter.detach(), writes=False)
+        into[name] = GlobalTensor(sharding.shape, pieces, parameter.detach().zero_(), writes=False)  # padding too
     load_weights(tensors, into, source=folder)
-    model = built.model.requires_grad_(False).eval()
+    return OurModel(built.model.requires_grad_(False).eval(), vocab_size)
+
+
+@torch.no_grad()
+def our_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """Logits [B, S, V] of a Hugging Face folder, in fp32 on the CPU, computed here."""
+    model, vocab_size = our_model(folder)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     batch = MicroBatch(tokens, tokens, mask, positions, torch.arange(len(tokens)))

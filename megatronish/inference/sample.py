@@ -19,7 +19,7 @@ def print_sample(config: Config) -> int:
     The process that started the ranks calls this after they have ended, and loads the whole model.
     """
     prompt = config.log.sample_prompt
-    if prompt is None or config.data.mock_data:
+    if prompt is None or config.data.mock_data or not config.model.is_causal:
         return 0
     checkpoint = find_checkpoint(location(config.save_place))
     if checkpoint is None or not _is_finished(config, read_run(checkpoint)):

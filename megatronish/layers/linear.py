@@ -219,6 +219,32 @@ class RowParallelLinear(LinearLayer):
         return y if self.bias is None else y + self.bias
 
 
+class WholeLinear(LinearLayer):
+    """Linear layer that every rank of tp computes for its own tokens, [..., in] -> [..., out], with a bias.
+
+    For what is outside of the layers and small: it needs no collective.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, tp: TensorParallel, init_std: float) -> None:
+        super().__init__()
+        self.tp, self.init_std = tp, init_std
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Whole on every rank; the gradients are partial over a cut sequence."""
+        over, shape = self.tp.partial_over, (self.out_features, self.in_features)
+        return {
+            "weight": Sharding(shape, partial_over=over, role="end", init=Init(self.init_std)),
+            "bias": Sharding((self.out_features,), partial_over=over),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return self.multiply(x, self.bias, tp=ALONE)
+
+
 def set_products(model: nn.Module, choose: Callable[[str, LinearLayer], Product]) -> None:
     """Give every linear layer of the model, the output layer included, the product chosen by its name.
 

@@ -85,27 +85,38 @@ class OutputLayer(ColumnParallelLinear):
         *,
         tp: TensorParallel,
         init_std: float,
+        bias: bool = False,
     ) -> None:
-        super().__init__(hidden_size, padded_vocab_size, tp=tp, bias=False, init_std=init_std)
+        super().__init__(hidden_size, padded_vocab_size, tp=tp, bias=bias, init_std=init_std)
         self.vocab_size = vocab_size
 
     def shardings(self) -> dict[str, Sharding]:
         """Rows are cut over tp, like the embedding's."""
-        shape = (self.vocab_size, self.in_features)
-        return {"weight": Sharding(shape, (Cut(0, "tp", self.sections),), role="head", init=Init(self.init_std))}
+        shape, cuts = (self.vocab_size, self.in_features), (Cut(0, "tp", self.sections),)
+        shardings = {"weight": Sharding(shape, cuts, role="head", init=Init(self.init_std))}
+        if self.bias is not None:
+            shardings["bias"] = Sharding((self.vocab_size,), cuts)
+        return shardings
 
 
 class TiedOutputLayer(LinearLayer):
     """Output layer that multiplies by the token embedding (Press & Wolf 2017, arXiv:1608.05859).
 
-    [S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp]. It owns no parameter.
+    [S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp]. Of parameters it owns a bias at most.
     """
 
-    def __init__(self, embedding: VocabParallelEmbedding) -> None:
+    def __init__(self, embedding: VocabParallelEmbedding, *, bias: bool = False) -> None:
         super().__init__()
         # A module inside a tuple is not a submodule: the weight has one name, the embedding's. It is looked up at each
         # use, for wrappers replace parameters.
         self._embedding = (embedding,)
+        self.bias = nn.Parameter(torch.empty(embedding.weight.shape[0])) if bias else None
+
+    def shardings(self) -> dict[str, Sharding]:
+        """The bias is cut over tp, like the rows of the embedding."""
+        embedding = self._embedding[0]
+        cuts = (Cut(0, "tp", (embedding.padded_vocab_size,)),)
+        return {} if self.bias is None else {"bias": Sharding((embedding.vocab_size,), cuts)}
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]  # read alone: the embedding owns it
@@ -114,7 +125,7 @@ class TiedOutputLayer(LinearLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
-        return self.multiply(x, None, tp=self._embedding[0].tp)
+        return self.multiply(x, self.bias, tp=self._embedding[0].tp)
 
 
 class _Rows(torch.autograd.Function):
@@ -136,7 +147,7 @@ class _Rows(torch.autograd.Function):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned position embedding, [B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D])."""
+    """Learned embedding of positions, or of token types, [B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D])."""
 
     def __init__(self, num_positions: int, hidden_size: int, *, tp: TensorParallel, init_std: float) -> None:
         super().__init__()

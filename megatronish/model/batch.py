@@ -45,6 +45,24 @@ class CompletionPairs:
 
 
 @dataclass(frozen=True)
+class SentencePairs:
+    """Pairs of sentences in a micro-batch, one in each row: the token types of BERT, and the order of the sentences.
+
+    `num_masked` are the masked tokens of whole rows, of which a cp rank has a part. `tokens_a_pair` is a number of the
+    whole step, its masked tokens over its pairs, filled in before the forward (engine/forward.py).
+    """
+
+    token_types: Tensor  # int64 [B, S]: 0 in the first sentence, 1 in the second
+    is_swapped: Tensor  # bool [B]: the first sentence came after the second
+    num_masked: int
+    tokens_a_pair: float = 1.0
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> "SentencePairs":
+        """A copy of every tensor."""
+        return replace(self, token_types=copy(self.token_types), is_swapped=copy(self.is_swapped))
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Samples of one forward pass. Shapes are [B, S]; B samples of S tokens.
 
@@ -57,7 +75,7 @@ class MicroBatch:
     """
 
     tokens: Tensor  # int64 [B, S]
-    labels: Tensor  # int64 [B, S], the token after each position
+    labels: Tensor  # int64 [B, S], what is predicted at each position: the token after it, for BERT its own
     loss_mask: Tensor  # bool [B, S], True where the prediction counts
     position_ids: Tensor  # int64 [B, S]
     sample_ids: Tensor  # int64 [B]
@@ -67,6 +85,8 @@ class MicroBatch:
     """Unmasked predictions, those of the loss."""
     pairs: CompletionPairs | None = field(default=None, init=False)
     """Of objectives that compare completions; `with_pairs` gives a micro-batch its own."""
+    sentences: SentencePairs | None = field(default=None, init=False)
+    """Of BERT; `with_sentences` gives a micro-batch its own."""
 
     def __post_init__(self) -> None:
         assert self.loss_mask.device.type == "cpu", "loss tokens are counted on the CPU"
@@ -91,6 +111,8 @@ class MicroBatch:
         )
         if self.pairs is not None:
             part = part.with_pairs(replace(self.pairs, of_labels=cut(self.pairs.of_labels)))
+        if self.sentences is not None:
+            part = part.with_sentences(replace(self.sentences, token_types=cut(self.sentences.token_types)))
         return part.pinned() if self.tokens.is_pinned() else part
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -116,6 +138,12 @@ class MicroBatch:
         object.__setattr__(batch, "pairs", pairs)
         return batch
 
+    def with_sentences(self, sentences: SentencePairs) -> "MicroBatch":
+        """The same micro-batch with these pairs of sentences."""
+        batch = self._copied(lambda tensor: tensor)
+        object.__setattr__(batch, "sentences", sentences)
+        return batch
+
     @property
     def shapes(self) -> list[torch.Size]:
         """Shapes of the tensors, one fewer without documents."""
@@ -123,13 +151,15 @@ class MicroBatch:
 
     @property
     def _tensors(self) -> list[Tensor]:
-        tensors = (self.tokens, self.labels, self.loss_mask, self.position_ids, self.sample_ids, self.document_ids)
+        tensors = [self.tokens, self.labels, self.loss_mask, self.position_ids, self.sample_ids, self.document_ids]
+        if self.sentences is not None:
+            tensors += [self.sentences.token_types, self.sentences.is_swapped]
         return [tensor for tensor in tensors if tensor is not None]
 
     def _copied(self, copy: Callable[[Tensor], Tensor]) -> "MicroBatch":
         batch = object.__new__(type(self))  # not made by `replace`, which would count again
         for name, value in vars(self).items():
-            if isinstance(value, CompletionPairs):
+            if isinstance(value, CompletionPairs | SentencePairs):
                 value = value.copied(copy)
             object.__setattr__(batch, name, copy(value) if isinstance(value, Tensor) else value)
         return batch

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
-from megatronish.attention.mask import AttentionMask
+from megatronish.attention.mask import AttentionMask, BidirectionalMask
 from megatronish.attention.zigzag import places_of
 from megatronish.layers.dropout import Dropout, LayerDropout
 from megatronish.model.batch import MicroBatch
@@ -22,7 +22,8 @@ class Context:
     """What one forward pass makes, once, and all its layers read.
 
     `positions` [s] are the places along the whole sequence that the residual stream holds on this rank: a part of them
-    under context or sequence parallelism. With a `cache` the batch continues where the forward before it ended:
+    under context or sequence parallelism. `causal_mask` is that of the model before windows and ALiBi: of BERT it is
+    bidirectional. With a `cache` the batch continues where the forward before it ended:
     document ids are of all tokens so far, the rest is of the new ones. `dropout` is that of the layer at work
     (`of_layer`), None in evaluation.
     """
@@ -68,13 +69,15 @@ class Context:
         return self.dropout.attention(rate)
 
 
-class CausalMasks:
-    """Causal masks of a model's forwards. Without documents all forwards share one, with all that is made of it.
+class Masks:
+    """Attention masks of a model's forwards, causal or not. Without documents all forwards share one.
 
-    A window's dense mask and ALiBi's biases are made once for all micro-batches, and held once.
+    With it they share all that is made of it: a window's dense mask and ALiBi's biases are made once for all
+    micro-batches, and held once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_causal: bool = True) -> None:
+        self._make = AttentionMask if is_causal else BidirectionalMask
         self._last: AttentionMask | None = None
 
     def of(self, batch: MicroBatch, *, seq_length: int, cache: KeyValueCache | None) -> AttentionMask:
@@ -82,14 +85,9 @@ class CausalMasks:
         num_cached = None if cache is None else cache.num_columns
         length, device = (num_cached or 0) + seq_length, batch.tokens.device
         if batch.document_ids is not None or cache is not None:
-            return AttentionMask(
-                length,
-                document_ids=batch.document_ids,
-                device=device,
-                num_cached=num_cached,
-            )
+            return self._make(length, document_ids=batch.document_ids, device=device, num_cached=num_cached)
         if self._last is None or (self._last.seq_length, self._last.device) != (length, device):
-            self._last = AttentionMask(length, device=device)
+            self._last = self._make(length, device=device)
         return self._last
 
 
@@ -99,7 +97,7 @@ def make_context(
     tp: TensorParallel,
     cp: Axis,
     rotary: RotaryEmbedding | None,
-    masks: CausalMasks,
+    masks: Masks,
     cache: KeyValueCache | None = None,
     tally: Tally | None = None,
 ) -> Context:

@@ -32,7 +32,7 @@ from megatronish.layers.vocabulary import (
 )
 from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.batch import MicroBatch
-from megatronish.model.context import CausalMasks, Context, make_context
+from megatronish.model.context import Context, Masks, make_context
 from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.mlp import MLP
 from megatronish.model.recompute import Recompute, recompute
@@ -79,7 +79,12 @@ class TransformerBlock(nn.Module):
             self.mlp = MLP(config, spec.mlp, tp=tp, output_std=output_std)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x + attention(norm(x)), then x + MLP(norm(x)), each sublayer's output with dropout."""
+        """x + attention(norm(x)), then x + MLP(norm(x)), each sublayer's output with dropout.
+
+        Post-norm: norm(x + attention(x)), then norm(x + MLP(x)).
+        """
+        if self.config.is_post_norm:
+            return self._normalised_after(x, context)
         rate = self.config.hidden_dropout
         attended = self.attention(self.attention_norm(x), context)
         if context.dropout is None or rate == 0.0:
@@ -88,6 +93,20 @@ class TransformerBlock(nn.Module):
             x = context.drop(attended, site="attention_output", rate=rate, residual=x)
             normalised = self.mlp_norm(x)
         return context.drop(self.mlp(normalised, context), site="mlp_output", rate=rate, residual=x)
+
+    def _normalised_after(self, x: Tensor, context: Context) -> Tensor:
+        sublayers = (
+            (self.attention, self.attention_norm, "attention_output"),
+            (self.mlp, self.mlp_norm, "mlp_output"),
+        )
+        rate = self.config.hidden_dropout
+        for sublayer, norm, site in sublayers:
+            y = sublayer(x, context)
+            if context.dropout is None or rate == 0.0:
+                x, _ = norm.of_sum(x, y)
+            else:
+                x = norm(context.drop(y, site=site, rate=rate, residual=x))
+        return x
 
 
 BLOCKS: dict[str, Callable[..., nn.Module]] = {"transformer": TransformerBlock}
@@ -188,7 +207,7 @@ class GPT(nn.Module):
         self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
-        self.masks = CausalMasks()
+        self.masks = Masks(is_causal=config.is_causal)
         self.adapter_sites: tuple[str, ...] = ()  # at which adapters drop their inputs: adapters.py adds them
         if self.is_first or (self.is_last and config.tied):
             self.embedding = self._make_embedding(num_positions)
@@ -198,8 +217,12 @@ class GPT(nn.Module):
             {str(n): make_layer(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
         )
         if self.is_last:
-            self.final_norm = self._make_norm()
-            self.head = self._make_output_layer()
+            self._make_end()
+
+    def _make_end(self) -> None:
+        """What follows the last layer."""
+        self.final_norm = self._make_norm()
+        self.head = self._make_output_layer()
 
     def _make_embedding(self, num_positions: int) -> Embedding:
         """Input embedding; on a stage that only ends the model, its tied weight alone."""
@@ -212,7 +235,12 @@ class GPT(nn.Module):
         if self.is_first and config.position_embedding_type == "learned_absolute":
             positions = PositionEmbedding(num_positions, config.hidden_size, tp=tp, init_std=std)
         norm = self._make_norm() if self.is_first and config.embed_layernorm else None
-        return Embedding(config, tokens=tokens, norm=norm, positions=positions)
+        return self._new_embedding(tokens, norm, positions)
+
+    def _new_embedding(
+        self, tokens: VocabParallelEmbedding, norm: Norm | None, positions: PositionEmbedding | None
+    ) -> Embedding:
+        return Embedding(self.config, tokens=tokens, norm=norm, positions=positions)
 
     def _make_norm(self) -> Norm:
         """Norm over the residual stream."""
@@ -225,12 +253,12 @@ class GPT(nn.Module):
             one_plus=config.apply_layernorm_1p,
         )
 
-    def _make_output_layer(self) -> OutputLayer | TiedOutputLayer:
-        config, tp = self.config, self.tp
+    def _make_output_layer(self, *, bias: bool = False) -> OutputLayer | TiedOutputLayer:
+        config, tp, std = self.config, self.tp, self.config.init_method_std
         if config.tied:
-            return TiedOutputLayer(self.embedding.tokens)
+            return TiedOutputLayer(self.embedding.tokens, bias=bias)
         padded = config.padded_vocab_size(self.vocab_size, tp.size)
-        return OutputLayer(config.hidden_size, self.vocab_size, padded, tp=tp, init_std=config.init_method_std)
+        return OutputLayer(config.hidden_size, self.vocab_size, padded, tp=tp, init_std=std, bias=bias)
 
     def forward(
         self,
@@ -247,8 +275,10 @@ class GPT(nn.Module):
         all ranks of tp. `step` None means evaluation. Under sequence parallelism x is [S/tp, B, D].
         """
         x = self.hidden(x, batch, step=step, chunk=chunk, tally=tally)
-        if not self.chunks[chunk].is_last:
-            return x
+        return self.losses(x, batch) if self.chunks[chunk].is_last else x
+
+    def losses(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        """[S, B, D] from the last layer -> token losses [S/cp, B]."""
         labels = batch.labels.t().contiguous()
         return vocab_parallel_cross_entropy(self.logits(x), labels, vocab_size=self.vocab_size, tp=self.tp.axis)
 
@@ -351,8 +381,12 @@ class GPT(nn.Module):
     def _parts(self, chunk: ModelChunk) -> list[nn.Module]:
         """Modules that a forward of the chunk calls, in order."""
         before = [self.embedding] if chunk.is_first else []
-        after = [self.final_norm, self.head] if chunk.is_last else []
+        after = self._end() if chunk.is_last else []
         return [*before, *(self.layers[str(n)] for n in chunk.layers), *after]
+
+    def _end(self) -> list[nn.Module]:
+        """Modules that follow the last layer, in order."""
+        return [self.final_norm, self.head]
 
 
 def _used_by(part: nn.Module) -> list[nn.Parameter]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatronish.model.batch import CompletionPairs, MicroBatch
+from megatronish.objectives.masked import SentenceObjective
 from megatronish.objectives.objective import LOSS, LogitsObjective, Objective, Sums
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis
@@ -60,7 +61,7 @@ class PairObjective(Protocol):
         ...
 
 
-AnyObjective = Objective | LogitsObjective | PairObjective
+AnyObjective = Objective | LogitsObjective | PairObjective | SentenceObjective
 
 
 TIE = 1e-6

@@ -3,16 +3,19 @@
 from collections.abc import Callable
 
 from megatronish.config.config import Config
+from megatronish.config.fields import read_fields
 from megatronish.core.names import OBJECTIVE_NAMES, options_of
 from megatronish.objectives.cpo import CPO, SimPO
 from megatronish.objectives.dpo import DPO, IPO
 from megatronish.objectives.kto import KTO
+from megatronish.objectives.masked import masked_objective
 from megatronish.objectives.objective import CausalLM
 from megatronish.objectives.orpo import ORPO
 from megatronish.objectives.pairs import AnyObjective
 
 OBJECTIVES: dict[str, Callable[..., AnyObjective]] = {
     "causal_lm": CausalLM,
+    "masked_lm": masked_objective,
     "dpo": DPO,
     "ipo": IPO,
     "simpo": SimPO,
@@ -26,5 +29,6 @@ OBJECTIVES: dict[str, Callable[..., AnyObjective]] = {
 def objective_of(config: Config) -> AnyObjective:
     """The objective that a config names."""
     name = config.training.objective
-    numbers = {field: getattr(config.preference, field) for field in OBJECTIVE_NAMES[name].reads}
+    fields = read_fields(config)
+    numbers = {field: fields[field] for field in OBJECTIVE_NAMES[name].reads}
     return OBJECTIVES[name](**options_of(OBJECTIVE_NAMES, name, config.training.objective_args), **numbers)

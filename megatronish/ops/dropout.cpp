@@ -112,7 +112,7 @@ struct Tile {
   const int64_t* documents;  // [num_samples, seq_length], or null
   const float* slopes;       // [heads], or null
   int64_t num_samples, heads, num_queries, num_keys;
-  int64_t first_head, first_query, first_key, window, seq_length;
+  int64_t first_head, first_query, first_key, window, seq_length, causal;
   float scale;
   int32_t threshold;
   float factor;
@@ -134,8 +134,8 @@ inline Row row_of(const Tile& p, int64_t r) {
   hash = mixed(hash ^ static_cast<uint32_t>(p.first_head + head));
   hash = mixed(hash ^ static_cast<uint32_t>(query));
   hash = mixed(hash ^ static_cast<uint32_t>(p.keys[1]));
-  const int64_t to = std::clamp<int64_t>(query + 1 - p.first_key, 0, p.num_keys);
-  const int64_t from = std::clamp<int64_t>(query + 1 - p.first_key - p.window, 0, to);
+  const int64_t to = p.causal ? std::clamp<int64_t>(query + 1 - p.first_key, 0, p.num_keys) : p.num_keys;
+  const int64_t from = p.causal ? std::clamp<int64_t>(query + 1 - p.first_key - p.window, 0, to) : 0;
   const int64_t* documents = p.documents == nullptr ? nullptr : p.documents + sample * p.seq_length;
   return {hash, from, to, query, p.slopes == nullptr ? 0.0f : p.slopes[head], documents};
 }

@@ -8,7 +8,8 @@ it: no mask is in memory, and nothing but the keys of the hash is saved for the 
 again. The keys are a tensor, so no value of a step is copied to the host.
 
 `softmax_dropout` and its backward work in place on the scores of a tile of attention, queries times keys in fp32
-(attention/dropout_attention.py). Which keys a query sees follows from positions, window and documents: no dense mask.
+(attention/dropout_attention.py). Which keys a query sees follows from positions, window and documents: no dense mask. A
+tile that is not `causal` has no window: a query sees the keys after it, too.
 
 On the CPU they run in C++ where it could be built (dropout_on_cpu.py); there `dropout_add` has its reference's bits.
 """
@@ -55,6 +56,7 @@ class DroppedTile(NamedTuple):
     window_size: int | None = None
     documents: Tensor | None = None
     slopes: Tensor | None = None
+    causal: bool = True
 
     def softmax_(self, scores: Tensor, *, scale: float) -> Tensor:
         """Turn scores [B, n, q, k] into dropped probabilities; return their log-sum-exp [B, n, q], -inf over no key."""
@@ -73,7 +75,7 @@ class DroppedTile(NamedTuple):
         """The operators' arguments after the tensors of scores."""
         firsts = (self.first_head, self.first_query, self.first_key)
         tensors = (self.dropout.keys, self.dropout.sample_ids, self.documents, self.slopes)
-        return (*tensors, *firsts, self.window_size, scale, self.dropout.rate)
+        return (*tensors, *firsts, self.window_size, self.causal, scale, self.dropout.rate)
 
 
 def dropout_add(
@@ -106,7 +108,7 @@ def _logits(scores: Tensor, tile: DroppedTile, scale: float) -> tuple[Tensor, Te
         for first, size in zip((tile.first_query, tile.first_key), scores.shape[-2:], strict=True)
     )
     distance = queries[:, None] - keys
-    visible = distance >= 0
+    visible = distance >= 0 if tile.causal else torch.ones_like(distance, dtype=torch.bool)
     if tile.window_size is not None:
         visible = visible & (distance < tile.window_size)
     if tile.documents is not None:
@@ -119,9 +121,9 @@ def _logits(scores: Tensor, tile: DroppedTile, scale: float) -> tuple[Tensor, Te
 
 def _tile(arguments: tuple[Any, ...]) -> tuple[DroppedTile, float]:
     """The inverse of `DroppedTile.arguments`."""
-    keys, samples, documents, slopes, first_head, first_query, first_key, window_size, scale, rate = arguments
+    keys, samples, documents, slopes, first_head, first_query, first_key, window_size, causal, scale, rate = arguments
     dropout = ProbabilityDropout(keys, samples, rate)
-    return DroppedTile(dropout, first_head, first_query, first_key, window_size, documents, slopes), scale
+    return DroppedTile(dropout, first_head, first_query, first_key, window_size, documents, slopes, causal), scale
 
 
 def _softmax_reference(scores: Tensor, lse: Tensor, *arguments: Any) -> None:
@@ -181,7 +183,7 @@ def _nothing(*_: Any) -> None:
 
 _PLACE = (
     "Tensor keys, Tensor samples, Tensor? documents, Tensor? slopes, int first_head, int first_query, int first_key, "
-    "int? window_size, float scale, float rate"
+    "int? window_size, bool causal, float scale, float rate"
 )
 FAMILY = OperatorFamily(
     "dropout",

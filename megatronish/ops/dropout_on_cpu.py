@@ -30,7 +30,10 @@ class _Tile(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "samples", "documents", "slopes")),
         *((name, ctypes.c_int64) for name in ("num_samples", "heads", "num_queries", "num_keys")),
-        *((name, ctypes.c_int64) for name in ("first_head", "first_query", "first_key", "window", "seq_length")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("first_head", "first_query", "first_key", "window", "seq_length", "causal")
+        ),
         ("scale", ctypes.c_float),
         ("threshold", ctypes.c_int32),
         ("factor", ctypes.c_float),
@@ -71,10 +74,10 @@ def softmax_dropout(
     scores: Tensor, others: tuple[Tensor, ...], place: Sequence[Any], threshold: int, factor: float
 ) -> None:
     """Forward with `others` (lse), backward with (grads, lse, means); `place` as in the operators' schemas."""
-    keys, samples, documents, slopes, *firsts, window_size, scale = place
+    keys, samples, documents, slopes, *firsts, window_size, causal, scale = place
     tensors = [None if each is None else each.contiguous() for each in (keys, samples, documents, slopes)]
     assert all(each.is_contiguous() for each in (scores, *others)), "tiles are contiguous"
-    sight = (2**62 if window_size is None else window_size, 0 if documents is None else documents.shape[1])
+    sight = (2**62 if window_size is None else window_size, 0 if documents is None else documents.shape[1], causal)
     ending = (scale, threshold, factor, torch.get_num_threads())
     where = _Tile(*_pointers(*tensors), *scores.shape, *firsts, *sight, *ending)
     _call("softmax_dropout" if len(others) == 1 else "softmax_dropout_backward", where, (scores, *others))

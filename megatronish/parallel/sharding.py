@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from megatronish.parallel.mesh import Axis, Domain
 from megatronish.parallel.streams import normal_rectangle
 
-Role = Literal["matrix", "embedding", "head", "positions", "vector", "qk_norm", "router", "lora_a", "lora_b"]
+Role = Literal["matrix", "embedding", "head", "positions", "vector", "qk_norm", "router", "end", "lora_a", "lora_b"]
 """What a parameter is to the optimizer: vectors (norms, biases) do not decay, and Muon steps matrices alone.
 
 The norms of queries and keys, which are vectors, decay if --apply-wd-to-qk-layernorm says so. Word embedding and head
-have a learning rate of their own with --decoupled-lr.
+have a learning rate of their own with --decoupled-lr. "end" are matrices after the layers, which every rank of tp has
+whole.
 
 The two factors of LoRA may have different learning rates (LoRA+).
 """

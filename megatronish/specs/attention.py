@@ -136,7 +136,11 @@ class AttentionSpec:
         return LayerCost(
             linears=(qkv, out),
             norms=norms if self.qk_norm else (),
-            cores=(AttentionCore(self.num_heads, self.head_size, self.head_size, self.window, self.pattern),),
+            cores=(
+                AttentionCore(
+                    self.num_heads, self.head_size, self.head_size, self.window, self.pattern, model.is_causal
+                ),
+            ),
             kept=Count(split=queries + keys + values),
             vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
             vectors_name="attention.sinks",

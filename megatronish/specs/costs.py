@@ -154,7 +154,8 @@ class NormShape:
 class AttentionCore:
     """Scores, softmax and their product with the values: `num_heads` heads, split over tp.
 
-    A token sees all before it, those in a window, or the blocks of a pattern.
+    A token sees all before it, those in a window, or the blocks of a pattern. One that is not causal sees the whole
+    square, however it is counted.
     """
 
     num_heads: int
@@ -162,13 +163,14 @@ class AttentionCore:
     value_size: int
     window: int | None = None
     pattern: BlockPattern | None = None
+    causal: bool = True
 
     def keys(self, seq_length: int, mask: Literal["causal", "full"]) -> float:
         """Keys that the average token of a sequence sees."""
         if self.pattern is not None:
             return self.pattern.keys(seq_length, mask)
         visible = min(self.window or seq_length, seq_length)
-        return float(visible) if mask == "full" else visible - visible**2 / (2 * seq_length)
+        return float(visible) if mask == "full" or not self.causal else visible - visible**2 / (2 * seq_length)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,19 @@ class PlacedTokens(NamedTuple):
     ends: list[int]
 
 
+class MaskTokens(NamedTuple):
+    """Ids of the special tokens of a model of masked tokens, such as BERT's [CLS], [SEP], [MASK] and [PAD]."""
+
+    first: int
+    separator: int
+    mask: int
+    filler: int
+
+
+MASK_NAMES = (("[CLS]", "[SEP]", "[MASK]", "[PAD]"), ("<s>", "</s>", "<mask>", "<pad>"))
+"""Names of these tokens in BERT's vocabularies, and in RoBERTa's."""
+
+
 class ControlEncoder(Protocol):
     """Encoder of texts with control tokens at given places."""
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from megatronish.core.errors import UserError
 from megatronish.core.names import Choice
 
-TokenizerType = Literal["sentencepiece", "huggingface", "tiktoken", "bytes", "null"]
+TokenizerType = Literal["sentencepiece", "huggingface", "tiktoken", "wordpiece_lower", "wordpiece", "bytes", "null"]
 
 TOKENIZER_NAMES: dict[str, Choice] = {kind: Choice() for kind in get_args(TokenizerType)}
 """Kinds of tokenizers of --tokenizer-type, those of plug-ins too."""
@@ -20,8 +20,13 @@ MEGATRON_TOKENIZERS: dict[str, TokenizerType] = {
     "GPT2BPETokenizer": "huggingface",
     "PretrainedFromHF": "huggingface",
     "TikTokenizer": "tiktoken",
+    "BertWordPieceLowerCase": "wordpiece_lower",
+    "BertWordPieceCase": "wordpiece",
     "NullTokenizer": "null",
 }
+
+WORDPIECE = ("wordpiece_lower", "wordpiece")
+"""Kinds whose file is the vocab.txt of a BERT, a piece a line: of texts in lower case, or as they are."""
 
 SPECIAL_TOKENS_LAST = ("<|endoftext|>",)
 """Special tokens that follow those of a tiktoken file of lines."""

@@ -9,6 +9,7 @@ be shown.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -23,15 +24,17 @@ from megatronish.core.errors import UserError
 from megatronish.core.files import ordinary
 from megatronish.tokenizer import trial
 from megatronish.tokenizer.control_tokens import (
+    MASK_NAMES,
     ByteControls,
     ControlEncoder,
     HuggingFaceControls,
+    MaskTokens,
     SentencePieceControls,
 )
-from megatronish.tokenizer.names import TokenizerType, tokenizer_type
+from megatronish.tokenizer.names import WORDPIECE, TokenizerType, tokenizer_type
 from megatronish.tokenizer.tiktoken_file import read_tiktoken
 
-EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]")
+EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]", "[SEP]")
 SPACE_MARK = "\u2581"
 LARGEST_VOCABULARY = 2**28
 NO_TOKENS = "the tokenizer cannot write it"
@@ -66,6 +69,14 @@ class Tokenizer(ABC):
         raise UserError(
             f"a tokenizer of the kind {type(self).__name__} has no control tokens for chats; take another "
             "--tokenizer-type"
+        )
+
+    def mask_tokens(self) -> MaskTokens:
+        """Special tokens of a model of masked tokens. UserError if the vocabulary has none."""
+        names = " or ".join(", ".join(each) for each in MASK_NAMES)
+        raise UserError(
+            f"the tokenizer has no tokens for masked language modelling ({names}); take that of a BERT, with "
+            "--tokenizer-type huggingface or wordpiece_lower"
         )
 
 
@@ -108,6 +119,12 @@ class NullTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(token) for token in ids if token != self.eod)
+
+    def mask_tokens(self) -> MaskTokens:
+        """The last four numbers of the vocabulary, of which the last ends a document and separates sentences."""
+        if self.vocab_size < 5:
+            return super().mask_tokens()
+        return MaskTokens(self.vocab_size - 4, self.vocab_size - 1, self.vocab_size - 2, self.vocab_size - 3)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -222,6 +239,26 @@ class HuggingFaceTokenizer(Tokenizer):
         return cls(model, eod=eod)
 
     @classmethod
+    def from_wordpieces(cls, path: Path, *, lowercase: bool) -> "HuggingFaceTokenizer":
+        """Tokenizer of BERT's word pieces, from its vocab.txt."""
+        try:
+            with library_errors("its library fails"):
+                pieces = tokenizers.models.WordPiece.from_file(str(ordinary(path)), unk_token="[UNK]")
+        except ValueError as error:
+            raise UserError(
+                f"{path} is not a vocab.txt of word pieces: {error}; name the vocab.txt of a BERT"
+            ) from error
+        model = tokenizers.Tokenizer(pieces)
+        model.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+        model.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        model.decoder = tokenizers.decoders.WordPiece()
+        special = ("[UNK]", *MASK_NAMES[0])
+        if (missing := [name for name in special if model.token_to_id(name) is None]) != []:
+            raise UserError(f"{path} has no piece {missing[0]}; name the vocab.txt of a BERT")
+        model.add_special_tokens(list(special))
+        return cls(model, eod=_find_eod(model.token_to_id, path, first=("[SEP]",)))
+
+    @classmethod
     def from_tiktoken(cls, path: Path, data: DataConfig) -> "HuggingFaceTokenizer":
         """Tokenizer of a tiktoken file, a JSON list or lines of base64."""
         model = read_tiktoken(
@@ -269,6 +306,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         with library_errors("the tokenizer cannot read tokens"):
             return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    def mask_tokens(self) -> MaskTokens:
+        for names in MASK_NAMES:
+            ids = [found for name in names if (found := self._model.token_to_id(name)) is not None]
+            if len(ids) == len(names):
+                return MaskTokens(*ids)
+        return super().mask_tokens()
 
     def control_encoder(self) -> ControlEncoder:
         return HuggingFaceControls(self._model, eos=str(self._model.id_to_token(self.eod)))
@@ -328,7 +372,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
 
 def _files_of(kind: str, data: DataConfig) -> list[Path]:
     """Files that a compiled library reads; empty if there are none, or not all of them."""
-    if kind not in ("sentencepiece", "huggingface", "tiktoken"):
+    if kind not in ("sentencepiece", "huggingface", "tiktoken", *WORDPIECE):
         return []
     if data.tokenizer_model is None or (kind == "huggingface" and (data.vocab_file or data.merge_file)):
         files = [Path(name) for name in (data.vocab_file, data.merge_file) if name is not None]
@@ -351,6 +395,8 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
         if not (data.vocab_file and data.merge_file):
             raise UserError("a GPT-2 tokenizer is two files; give --vocab-file and --merge-file together")
         return HuggingFaceTokenizer.from_gpt2(Path(data.vocab_file), Path(data.merge_file))
+    if kind in WORDPIECE and data.vocab_file and data.tokenizer_model is None:
+        data = replace(data, tokenizer_model=data.vocab_file)
     if data.tokenizer_model is None:
         raise UserError(
             f"--tokenizer-type {kind} needs the tokenizer's file; give --tokenizer-model, or use --tokenizer-type bytes"
@@ -358,6 +404,9 @@ def _build(kind: str, data: DataConfig) -> Tokenizer:
     path = Path(data.tokenizer_model)
     if not path.exists():
         raise UserError(f"--tokenizer-model {path} does not exist; check the path")
+    if kind in WORDPIECE:
+        path = path / "vocab.txt" if path.is_dir() else path
+        return HuggingFaceTokenizer.from_wordpieces(path, lowercase=kind == "wordpiece_lower")
     if kind == "tiktoken":
         return HuggingFaceTokenizer.from_tiktoken(path, data)
     return SentencePieceTokenizer(path) if kind == "sentencepiece" else HuggingFaceTokenizer.from_path(path)

@@ -26,7 +26,7 @@ from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
 from megatronish.data.loader import Collator
 from megatronish.engine.engine import Engine
-from megatronish.engine.forward import on_rank
+from megatronish.engine.forward import PairPreparation, on_rank
 from megatronish.formats import native
 from megatronish.formats.load_sharded import load_weights, open_hf, quantised
 from megatronish.formats.weights import LazyTensor, Model, identity_of
@@ -213,7 +213,7 @@ def _scored(
 
 def _scores(engine: Engine, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
     """Log-probabilities [P, 2] of each micro-batch by the model that the run starts from, without its adapters."""
-    assert engine.preparation is not None, "the objective compares no completions"
+    assert isinstance(engine.preparation, PairPreparation), "the objective compares no completions"
     return engine.preparation.policy.without_adapters(on_rank(batches, engine.mesh))
 
 

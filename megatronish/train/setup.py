@@ -23,6 +23,7 @@ from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, Collator, micro_batches, places_together, shortened
+from megatronish.data.masked import MaskedCollator
 from megatronish.data.sample import Dataset, Sample, samples_of_epochs
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
@@ -30,6 +31,7 @@ from megatronish.estimate.costs.devices import peak_tflops
 from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.formats.start import read_start
 from megatronish.model.batch import MicroBatch
+from megatronish.objectives.masked import SentenceObjective
 from megatronish.objectives.objective import LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.per_dataset import PerDataset
@@ -118,6 +120,7 @@ class TrainingJob:
             vocab_size=vocab_size,
             eod=tokenizer.eod,
             chats=ChatSetup.of(config.chat, config.data, tokenizer),
+            masks=None if config.model.is_causal else tokenizer.mask_tokens(),
         )
         _refuse_other_data(config, datasets.train)
         if config.training.num_epochs is not None:  # from here on its length is known in samples
@@ -202,7 +205,7 @@ class TrainingJob:
     def objective(self) -> AnyObjective:
         """The objective of the config; of mixed chats it reports the loss of each file, too."""
         objective, data = objective_of(self.config), self.datasets.train
-        if isinstance(objective, LogitsObjective | PairObjective):
+        if isinstance(objective, LogitsObjective | PairObjective | SentenceObjective):
             return objective
         if not isinstance(data, ChatDataset) or len(data.names) < 2:
             return objective
@@ -221,10 +224,18 @@ class TrainingJob:
                 "--pp, or make it smaller"
             ) from error
 
+    @property
+    def collator(self) -> Collator | MaskedCollator:
+        """The rules by which samples become a micro-batch."""
+        rows = Collator.of(self.config.data, eod=self.tokenizer.eod)
+        if self.config.model.is_causal:
+            return rows
+        return MaskedCollator.of(self.config, rows, self.tokenizer.mask_tokens(), vocab_size=self.vocab_size)
+
     def batches_of(self, dataset: Dataset) -> Callable[[int, int], list[MicroBatch]]:
         """(consumed samples, global batch size) -> this rank's micro-batches of that step, pinned for a GPU."""
         share = BatchShare.of(self.mesh, self.config.training.micro_batch_size)
-        of_rows, multiple = Collator.of(self.config.data, eod=self.tokenizer.eod), places_together(self.config)
+        of_rows, multiple = self.collator, places_together(self.config)
         pin_memory = self.mesh.device.type == "cuda" and torch.cuda.is_available()
 
         train = self.datasets.train

@@ -11,7 +11,7 @@ from documents import documents_of, sees
 from torch import Tensor
 
 from megatronish.attention.flash import attend_alone
-from megatronish.attention.mask import AttentionMask, alibi_slopes
+from megatronish.attention.mask import AttentionMask, BidirectionalMask, alibi_slopes
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.layers.dropout import Dropout
 from megatronish.ops import softmax
@@ -36,14 +36,15 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     pattern: BlockPattern | None = None
+    bidirectional: bool = False
 
     def mask(self, device: str) -> AttentionMask:
         documents = documents_of(self.seq_length).to(device) if self.documents else None
         num_cached = self.seq_length - self.queries or None
         slopes = alibi_slopes(20)[7:19] if self.alibi else ()
-        return AttentionMask(
-            self.seq_length, self.window, documents, torch.device(device), num_cached, slopes, self.pattern
-        )
+        make = BidirectionalMask if self.bidirectional else AttentionMask
+        where = torch.device(device)
+        return make(self.seq_length, self.window, documents, where, num_cached, slopes, self.pattern)
 
     def drop(self, device: str) -> ProbabilityDropout | None:
         if self.dropout == 0.0:
@@ -75,6 +76,10 @@ CASES = {
     "alibi and dropout": Case(alibi=True, kv_heads=3, size=10, dropout=0.2),
     "alibi, a cache and one token": Case(alibi=True, queries=1),
     "alibi, a cache and some tokens": Case(alibi=True, queries=6, documents=True),
+    "bidirectional": Case(bidirectional=True),
+    "bidirectional, documents, grouped": Case(bidirectional=True, documents=True, kv_heads=3, size=10),
+    "bidirectional, sinks": Case(bidirectional=True, sinks=True),
+    "bidirectional, dropout": Case(bidirectional=True, dropout=0.2, documents=True, kv_heads=4),
     "sinks": Case(sinks=True),
     "sinks of all, grouped": Case(sinks=True, alibi=True, kv_heads=4, window=9, documents=True),
     "sinks in a window": Case(sinks=True, window=3, kv_heads=6, size=10),
@@ -134,7 +139,13 @@ def by_definition(case: Case) -> list[Tensor]:
         for sample, head in product(range(2), range(12)):
             documents = None if mask.document_ids is None else mask.document_ids[sample]
             seen = {"window": case.window, "documents": documents, "pattern": case.pattern}
-            keys = [key for key in range(place + 1) if sees(place, key, **seen)]
+            later = case.seq_length if case.bidirectional else place + 1
+            keys = [
+                key
+                for key in range(later)
+                if (case.bidirectional and (documents is None or documents[place] == documents[key]))
+                or (not case.bidirectional and sees(place, key, **seen))
+            ]
             scores = k[keys, sample, head // group] @ q[query, sample, head] / math.sqrt(case.size)
             if case.alibi:
                 scores = scores - alibi_slopes(20)[7 + head] * torch.tensor([float(place - key) for key in keys])

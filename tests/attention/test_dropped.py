@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatronish.attention import dropout_attention
 from megatronish.attention.flash import attend_alone
-from megatronish.attention.mask import AttentionMask, alibi_slopes
+from megatronish.attention.mask import AttentionMask, BidirectionalMask, alibi_slopes
 from megatronish.ops import dropout_on_cpu
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.native import Native
@@ -25,6 +25,8 @@ MASKS = {
     "a window": AttentionMask(SEQUENCE, window_size=30),
     "a window of one": AttentionMask(SEQUENCE, window_size=1),
     "documents": AttentionMask(SEQUENCE, document_ids=DOCUMENTS),
+    "bidirectional": BidirectionalMask(SEQUENCE),
+    "bidirectional documents": BidirectionalMask(SEQUENCE, document_ids=DOCUMENTS),
     "alibi": AttentionMask(SEQUENCE, slopes=alibi_slopes(HEADS)),
     "all": AttentionMask(SEQUENCE, window_size=70, document_ids=DOCUMENTS, slopes=alibi_slopes(HEADS)),
 }
@@ -141,7 +143,7 @@ def test_the_memory_in_between_is_that_of_blocks() -> None:
 
 def test_torch_finds_nothing_wrong_with_the_operator() -> None:
     q, k, v, sinks = inputs(2)
-    others = (KEYS, torch.arange(BATCH), DOCUMENTS, torch.tensor([0.5, 0.25, 0.1, 0.05]), 5, 40, 0.2)
+    others = (KEYS, torch.arange(BATCH), DOCUMENTS, torch.tensor([0.5, 0.25, 0.1, 0.05]), 5, 40, True, 0.2)
     for given in (sinks, None):
         torch.library.opcheck(torch.ops.megatronish.dropped_attention.default, (q, k, v, given, *others))
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatronish.attention import flash
 from megatronish.attention.flash import AttentionProblem, flash_attention, has_flash, kernel_for, masked_by_blocks
-from megatronish.attention.mask import BLOCK, AttentionMask, alibi_slopes
+from megatronish.attention.mask import BLOCK, AttentionMask, BidirectionalMask, alibi_slopes
 from megatronish.specs.block_pattern import BlockPattern
 
 PLAIN = AttentionProblem("cuda", torch.bfloat16, 128, is_grouped=False, is_masked=False, capability=(9, 0))
@@ -82,6 +82,10 @@ def test_a_block_mask_is_that_of_torch(documents: bool) -> None:
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), (seq_length, window, name)
         assert torch.equal(ours.to_dense(), theirs.to_dense())
         assert ours.seq_lengths == theirs.seq_lengths
+    ids = documents_of(300) if documents else None
+    ours = BidirectionalMask(300, document_ids=ids).blocks
+    theirs = create_block_mask(ours.mask_mod, None if ids is None else len(ids), None, 300, 300, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: f"{pattern.name} of {pattern.block_size}")

@@ -79,7 +79,7 @@ def test_a_mask_says_of_any_positions_what_the_definition_says(window: int | Non
         ]
     places = torch.arange(seq_length)
     if mask.whole is None:
-        assert mask.is_causal
+        assert mask.is_plain
         assert torch.equal(mask.dense(places, places)[0, 0], places[:, None] >= places)
     else:
         assert torch.equal(mask.whole, mask.dense(places, places))
@@ -125,7 +125,7 @@ def test_tiles_of_a_pattern_are_what_it_shows_and_chunks_that_it_hides_are_left_
     mask = AttentionMask(seq_length, pattern=pattern)
     for by_chunks in (False, True):
         check_tiles(mask, cp, by_chunks=by_chunks)
-    if not mask.is_causal:  # no dense mask is needed: a tile is seen whole, or is a causal square
+    if not mask.is_plain:  # no dense mask is needed: a tile is seen whole, or is a causal square
         ranks = range(cp)
         tiles = [
             each
@@ -161,6 +161,6 @@ def check_tiles(mask: AttentionMask, cp: int, *, by_chunks: bool) -> None:
                 area += seen.numel()
             computed.append(area)
     assert torch.equal(found, mask.dense(places, places)[0, 0])
-    if mask.is_causal and not by_chunks:
+    if mask.is_plain and not by_chunks:
         square = (seq_length // cp) ** 2
         assert computed == [square, *[square // 2] * (cp - 1)] * cp

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatronish.attention import tile
 from megatronish.attention.flash import attend_alone
-from megatronish.attention.mask import AttentionMask, alibi_slopes
+from megatronish.attention.mask import AttentionMask, BidirectionalMask, alibi_slopes
 from megatronish.attention.zigzag import places_of
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
@@ -41,6 +41,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     pattern: BlockPattern | None = None
+    bidirectional: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -56,6 +57,9 @@ CASES = {
     "a window of all but one, of cp 2": Case(window=31),
     "documents": Case(documents=True),
     "documents in a window, grouped": Case(documents=True, window=11, kv_heads=2, chunk=7),
+    "bidirectional": Case(bidirectional=True),
+    "bidirectional documents, grouped": Case(bidirectional=True, documents=True, kv_heads=4, chunk=5),
+    "bidirectional, dropout": Case(bidirectional=True, documents=True, dropout=0.2),
     "dropout": Case(dropout=0.3),
     "dropout of all": Case(dropout=0.2, documents=True, window=17, kv_heads=4, chunk=5),
     "alibi": Case(alibi=True),
@@ -125,7 +129,8 @@ def compute(case: Case, whole: Tensors, mine: Tensor, *, cp: Axis, method: Metho
     q, k, v, dout = (x[mine] for x in whole)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     slopes = alibi_slopes(case.heads) if case.alibi else ()
-    mask = AttentionMask(seq_length, case.window, documents_of(case, seq_length), slopes=slopes, pattern=case.pattern)
+    make = BidirectionalMask if case.bidirectional else AttentionMask
+    mask = make(seq_length, case.window, documents_of(case, seq_length), slopes=slopes, pattern=case.pattern)
     sinks = torch.linspace(-2, 3, case.heads).to(case.dtype).to(q.dtype).requires_grad_() if case.sinks else None
     leaves += [] if sinks is None else [sinks]
     out = attend(q, k, v, cp=cp, method=method, mask=mask, first_head=7, dropout=dropout_of(case), sinks=sinks)

@@ -17,7 +17,12 @@ from megatronish.commands.main import COMMANDS, run
 from megatronish.core.errors import UserError
 from megatronish.launch.terminal import NARROWEST
 
-SCRIPTS = [ROOT / "pretrain_gpt.py", ROOT / "finetune_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
+SCRIPTS = [
+    ROOT / "pretrain_gpt.py",
+    ROOT / "pretrain_bert.py",
+    ROOT / "finetune_gpt.py",
+    *sorted((ROOT / "tools").glob("*.py")),
+]
 
 
 def megatronish(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -94,6 +94,8 @@ TILES = {
     "documents": tile(documents=DOCUMENTS),
     "alibi": tile(slopes=torch.tensor([0.5, 0.25, 0.125])),
     "all": tile(window_size=7, documents=DOCUMENTS, slopes=torch.tensor([0.5, 0.25, 0.125]), first_key=4),
+    "bidirectional": tile(causal=False),
+    "bidirectional documents": tile(causal=False, documents=DOCUMENTS),
     "some see nothing": tile(first_query=3, first_key=5),
 }
 

@@ -243,6 +243,8 @@ SINGLE = [
     SingleCase("Qwen3-30B-A3B, small", "experts", QWEN3_MOE, "", 1, 0, num_layers=2),
     SingleCase("Qwen3-30B-A3B, small, in fp32", "experts", QWEN3_MOE, "", 1, 0, num_layers=2, precision=""),
     SingleCase("SGD", "llama", "--optimizer sgd"),
+    SingleCase("BERT", "gpt", "--model-type bert"),
+    SingleCase("BERT with dropout, in stages", "dropped", "--model-type bert", "--tp 2 --pp 2 --cp 2", 1, 7),
     SingleCase("unfused attention", "llama", "--attention-backend unfused"),
     SingleCase("unfused attention with dropout", "dropped", "--attention-backend unfused"),
     SingleCase("fused softmax", "llama", "--attention-backend fused_softmax"),

@@ -1,6 +1,7 @@
 """A training run of the theorem: what is trained, how it is spread over ranks, and what each rank sees of it."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +19,9 @@ from megatronish.config.config import Config
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.loader import BatchShare, Collator, micro_batches
-from megatronish.data.sample import Sample
+from megatronish.data.masked import MaskedCollator
+from megatronish.data.sample import Dataset, Sample
+from megatronish.data.sentences import SPECIAL, pair
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
@@ -26,6 +29,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.streams import numpy_stream
 from megatronish.report.statistics import params_norm
+from megatronish.tokenizer.control_tokens import MaskTokens
 from megatronish.train.base_model import draw_base
 from megatronish.verify.verify import Choices, RoutingRecorder
 
@@ -93,6 +97,26 @@ class Samples:
         return Sample(np.where(ends, EOD, stream.integers(1, VOCABULARY, self.length)))
 
 
+MASKS = MaskTokens(first=1, separator=2, mask=3, filler=4)
+
+
+class Pairs:
+    """Two random texts, in order or not; with filler of its own length in every third sample."""
+
+    name = identity = "pairs"
+    num_samples = None
+
+    def __init__(self, seq_length: int, *, filled: bool) -> None:
+        self.length, self.filled = seq_length, filled
+
+    def sample(self, index: int) -> Sample:
+        stream = numpy_stream(SEED, "pairs", index)
+        size = self.length - SPECIAL - (int(stream.integers(0, 5)) if self.filled and index % 3 else 0)
+        text = stream.integers(5, VOCABULARY, size)
+        # Few are in order: as many of both would make the gradient of the classifier's bias a difference of equal sums.
+        return pair((text[: size // 3], text[size // 3 :]), length=self.length, masks=MASKS, is_swapped=index % 5 > 0)
+
+
 def train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Choices] | None = None) -> Record:
     """SGD steps from the initial values, then Adam or Muon steps from them again.
 
@@ -106,7 +130,17 @@ def train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Ch
 
 def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Choices] | None) -> Record:
     mesh = Mesh.of(spread.parallel, place, has_experts=problem.model.num_experts is not None)
-    dataset = Samples(problem.seq_length)
+    rows = Collator(
+        EOD,
+        reset_position_ids=problem.documents,
+        reset_attention_mask=problem.documents,
+        eod_mask_loss=problem.eod_mask_loss,
+    )
+    dataset: Dataset = Samples(problem.seq_length)
+    collate: Callable[[Sequence[Sample], Sequence[int]], MicroBatch] = rows
+    if not problem.model.is_causal:
+        dataset = Pairs(problem.seq_length, filled=problem.documents)
+        collate = MaskedCollator(rows, MASKS, VOCABULARY, SEED, mask_prob=0.5)
 
     def batches(step: int) -> list[MicroBatch]:
         return micro_batches(
@@ -114,12 +148,7 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
             consumed_samples=step * problem.global_batch_size,
             global_batch_size=problem.global_batch_size,
             share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
-            collate=Collator(
-                EOD,
-                reset_position_ids=problem.documents,
-                reset_attention_mask=problem.documents,
-                eod_mask_loss=problem.eod_mask_loss,
-            ),
+            collate=collate,
         )
 
     routing = Routing(replayed, is_alone=place.world_size == 1)
@@ -180,6 +209,7 @@ def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConf
             loss_scale=128.0 if problem.fp16 else None,
             attention_backend=spread.attention_backend,
             compile=spread.compile is not None,
+            objective="causal_lm" if problem.model.is_causal else "masked_lm",
         ),
         optimizer=replace(optimizer, clip_grad=problem.clip),
         adapter=problem.adapter,

@@ -220,12 +220,12 @@ FAMILIES = (
         "vision-pretraining vision-pretraining-type",
     ),
     Family(
-        "BERT, T5 and retrieval",
-        "BERT, T5 and models that retrieve text (RETRO, ICT) are not there; leave it out",
-        names="bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "
+        "T5 and retrieval",
+        "T5 and models that retrieve text (RETRO, ICT) are not there; leave it out",
+        names="bert-embedder-type bert-load biencoder-projection-dim "
         "biencoder-shared-query-context-model block-data-path embedding-path evidence-data-path ict-head-size "
-        "ict-load indexer-batch-size indexer-log-interval mask-prob max-mask-length output-bert-embeddings "
-        "query-in-block-prob retriever-report-topk-accuracies retriever-score-scaling short-seq-prob "
+        "ict-load indexer-batch-size indexer-log-interval max-mask-length output-bert-embeddings "
+        "query-in-block-prob retriever-report-topk-accuracies retriever-score-scaling "
         "titles-data-path use-one-sent-docs",
     ),
     Family(

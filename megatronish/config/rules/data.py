@@ -6,6 +6,7 @@ from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, fields_of
 from megatronish.config.rules.rule import ConfigRule
 from megatronish.config.sections.data import ChatConfig, parse_blend, parse_split
+from megatronish.tokenizer.names import WORDPIECE
 
 
 def _data(config: Config) -> str | None:
@@ -54,6 +55,8 @@ def _tokenizer(config: Config) -> str | None:
             "tokenizer_type=sentencepiece needs its file; add --tokenizer-model FILE.model, or --tokenizer-type bytes, "
             "which needs none"
         )
+    if data.tokenizer_type in WORDPIECE and data.tokenizer_model is None and data.vocab_file is None:
+        return f"tokenizer_type={data.tokenizer_type} needs its file; add --vocab-file vocab.txt"
     if data.tokenizer_type == "tiktoken" and data.tokenizer_model is None:
         return "tokenizer_type=tiktoken needs its file; add --tokenizer-model FILE.json, or FILE.tiktoken"
     if data.tokenizer_type == "huggingface" and data.tokenizer_model is None:

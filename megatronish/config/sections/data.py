@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatronish.config.marks import NamedIn, at_least, at_most
+from megatronish.config.marks import NamedIn, at_least, at_most, fraction
 from megatronish.core.names import DATASET_NAMES, in_braces
 from megatronish.tokenizer.names import TOKENIZER_NAMES
 
@@ -34,7 +34,8 @@ class DataConfig:
     mock_data: bool = False
     """Train on made-up tokens that can be learned; needs no file and no tokenizer."""
     dataset_type: Annotated[str, NamedIn(DATASET_NAMES), tyro.conf.arg(metavar=in_braces(DATASET_NAMES))] = "pretrain"
-    """What the data paths hold: pretrain reads .bin/.idx pairs, chat JSON lines; a plug-in's kind what it likes."""
+    """What the data paths hold: pretrain and sentences read .bin/.idx pairs, chat JSON lines; a plug-in's kind what it
+    likes."""
     dataset_args: tuple[str, ...] = ()
     """Options of a plug-in's kind of data sets: option=value ..."""
     data_cache_path: str | None = None
@@ -45,6 +46,10 @@ class DataConfig:
     """Documents packed into one sample do not see each other."""
     eod_mask_loss: bool = False
     """Predictions made from an end-of-document token do not count."""
+    mask_prob: Annotated[float, fraction(excluding=0)] = 0.15
+    """bert: probability of each token to be chosen: 80 % of these are masked, 10 % replaced, 10 % stay."""
+    short_seq_prob: Annotated[float, at_least(0), at_most(1)] = 0.1
+    """bert: part of the pairs of sentences that are shorter than --seq-length allows."""
     num_workers: Annotated[int, at_least(0), at_most(2**31 - 1)] = 2
     """Batches prepared ahead by a background thread; 0 prepares them in the loop."""
     tokenizer_type: Annotated[str, NamedIn(TOKENIZER_NAMES), tyro.conf.arg(metavar=in_braces(TOKENIZER_NAMES))] = (
@@ -54,7 +59,7 @@ class DataConfig:
     tokenizer_model: str | None = None
     """The tokenizer's file (sentencepiece .model, Hugging Face tokenizer.json or its folder, a tiktoken file)."""
     vocab_file: str | None = None
-    """vocab.json of a GPT-2 tokenizer, with --merge-file."""
+    """vocab.json of a GPT-2 tokenizer, with --merge-file; or vocab.txt of a BERT."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
     tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
@@ -73,8 +78,9 @@ class DataConfig:
 
     @property
     def packs_documents(self) -> bool:
-        """Whether samples hold documents that do not see each other."""
-        return self.reset_attention_mask or (self.dataset_type == "chat" and not self.mock_data)
+        """Whether samples hold documents that do not see each other, or filler that no token sees."""
+        pads = DATASET_NAMES[self.dataset_type].has_sentences
+        return self.reset_attention_mask or pads or (self.dataset_type == "chat" and not self.mock_data)
 
 
 def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:

@@ -119,6 +119,12 @@ SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 class DenseOptions:
     """Options that every layer has. Sizes of 0 mean "not given"; None means "derived from the others"."""
 
+    model_type: Literal["gpt", "bert"] = "gpt"
+    """What the model is: gpt predicts the next token, bert those that are masked, from both sides."""
+    num_token_types: Annotated[int, at_least(1), at_most(2**31 - 1)] = 2
+    """bert: rows of the table of token types, which tell the first sentence of a pair from the second."""
+    bert_no_binary_head: bool = False
+    """bert: no pooler and no head that tells whether two sentences are in order."""
     num_layers: Annotated[int, REQUIRED, at_least(1), at_most(100_000)] = 0
     """Transformer layers in all."""
     hidden_size: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
@@ -260,6 +266,21 @@ class DenseOptions:
         return tuple(not without for without in marks)
 
     @property
+    def is_causal(self) -> bool:
+        """Whether a token sees no token after it."""
+        return self.model_type != "bert"
+
+    @property
+    def is_post_norm(self) -> bool:
+        """Whether a sublayer's output is normalised after it was added to the residual stream, and not its input."""
+        return self.model_type == "bert"
+
+    @property
+    def has_binary_head(self) -> bool:
+        """Whether the model tells whether two sentences are in order."""
+        return self.model_type == "bert" and not self.bert_no_binary_head
+
+    @property
     def linear_bias(self) -> bool:
         """Whether all linear layers carry a bias."""
         return not self.disable_bias_linear
@@ -297,7 +318,7 @@ class DenseOptions:
 
 @dataclass(frozen=True)
 class ModelConfig(ExpertOptions, PatternOptions, DenseOptions):
-    """Architecture of a GPT: the options of every layer, then those of sparse attention and of layers with experts."""
+    """Architecture of a model: options of every layer, then those of sparse attention and of layers with experts."""
 
     @property
     def windowed_layers(self) -> tuple[bool, ...]:

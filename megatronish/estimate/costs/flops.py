@@ -6,12 +6,14 @@ MFU is model FLOPs over the peak. *Hardware* FLOPs are what the device executes:
 attention scores once more in the backward, because flash attention does not keep them.
 
 Attention is counted for what a causal mask lets through, half of the square (`"causal"`, as the throughput that
-Megatron-LM prints), or for the whole square (`"full"`, as the formula of arXiv:2104.04473). A window cuts either.
+Megatron-LM prints), or for the whole square (`"full"`, as the formula of arXiv:2104.04473). A window cuts either;
+of BERT, whose mask lets all through, it is the whole square in any case.
 """
 
 from typing import Literal, NamedTuple
 
 from megatronish.config.sections.model import ModelConfig
+from megatronish.specs.ends import ends_of
 from megatronish.specs.layers import LayerSpec, layer_specs
 
 CountedMask = Literal["causal", "full"]
@@ -54,8 +56,8 @@ def forward_flops(
 
 
 def logits_flops(model: ModelConfig, vocab_size: int) -> int:
-    """FLOPs of one token forward in the output layer."""
-    return 2 * model.hidden_size * vocab_size
+    """FLOPs of one token forward in the output layer, and in the dense layers before it."""
+    return 2 * model.hidden_size * vocab_size + ends_of(model, seq_length=1).head.linear_flops
 
 
 def model_flops_per_token(

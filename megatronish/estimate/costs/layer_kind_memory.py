@@ -23,7 +23,8 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.estimate.costs.parameters import adapter_parameters, frozen_bytes, largest_dequantised, quantised
 from megatronish.specs.adapter_targets import all_patterns, is_target
 from megatronish.specs.attention import AttentionRun, AttentionSpec
-from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape, NormShape
+from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape, sum_counts
+from megatronish.specs.ends import ends_of
 from megatronish.specs.layers import LayerSpec, layer_specs
 
 
@@ -346,11 +347,25 @@ class LayerMemory:
     def of_embedding(self) -> float:
         """Input of the norm after the embedding, which waits with the first chunk."""
         model = self.config.model
-        if not model.embed_layernorm:
+        norm = ends_of(model, seq_length=self.config.training.seq_length).norm
+        if norm is None:
             return 0.0
-        norm = NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p)
         saved = norm.saved_bytes(element_bytes=self.element, device=self.device).total
         return float(self.tokens * (saved // (self.tp if self.cuts_sequence else 1)))
+
+    @cached_property
+    def of_head(self) -> float:
+        """What waits of the end of the model: inputs of its norms and dense layers, and of the output layer."""
+        head = ends_of(self.config.model, seq_length=self.config.training.seq_length).head
+        kept = sum(linear.in_features for linear in head.linears) + head.kept.total
+        return (1 + len(head.norms) + kept / self.config.model.hidden_size) * self.residual
+
+    @cached_property
+    def learned_by_head(self) -> int:
+        """Parameters of the dense layers at the end of the model."""
+        ends = ends_of(self.config.model, seq_length=self.config.training.seq_length)
+        dense = sum_counts(linear.parameters for linear in (*ends.head.linears, *ends.of_sequence.linears))
+        return dense.per_rank(self.tp)
 
     def held(self, kind: LayerKind) -> int:
         """Parameters of a layer on this rank."""

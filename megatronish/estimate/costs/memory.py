@@ -294,9 +294,9 @@ class StageWork:
         if stage.is_first:
             self._live[0] += sizes.of_embedding
             self._deferred[0] += sizes.of_embedding
-        if stage.is_last:  # inputs of the final norm and of the head
-            self._live[-1] += 2 * sizes.residual
-            self._deferred[-1] += 2 * sizes.residual * sizes.defers
+        if stage.is_last:
+            self._live[-1] += sizes.of_head
+            self._deferred[-1] += sizes.of_head * sizes.defers
 
     def waiting(self, instant: Instant) -> float:
         """Activations of all micro-batches at an instant."""
@@ -372,7 +372,7 @@ class StageWork:
             yield 0.0, gone, at_last, few - missing
         if bytes_of.recomputes:  # all have come but the embedding's
             yield bytes_of.more, gone, work, come - late - missing
-        freed = 0.0 if sizes.defers else bytes_of.live + (2 * sizes.residual if ends else 0)
+        freed = 0.0 if sizes.defers else bytes_of.live + (sizes.of_head if ends else 0)
         # The embedding's bucket comes once the gradients of a tied table have become one.
         yield -freed, gone, max(at_end - late, transients.of_table(chunk)[0]) if late else at_end, come - missing
 
@@ -386,6 +386,7 @@ class StageWork:
             is_one = len(elements) == 1 and transients.ties
             elements[0] += sizes.table if stage.is_first else 0
             elements[-1] += sizes.table if stage.is_last and not is_one else 0
+            elements[-1] += sizes.learned_by_head if stage.is_last else 0
         return [4.0 * size for size in elements]
 
 

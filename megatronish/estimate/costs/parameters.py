@@ -17,7 +17,8 @@ from megatronish.specs.adapter_targets import (
     linear_sections,
     sections_of_layer,
 )
-from megatronish.specs.costs import Count, NormShape, sum_counts
+from megatronish.specs.costs import Count, sum_counts
+from megatronish.specs.ends import ends_of
 from megatronish.specs.layers import LayerSpec, layer_specs
 
 
@@ -51,14 +52,11 @@ def parameters_of_stage(
         sum_counts(layer.cost(model).parameters for layer in layers),
         Count(split=vocab_size * model.hidden_size),
     )
+    ends = ends_of(model, seq_length=seq_length)
     if is_first:
-        held += table
-        if model.embed_layernorm:
-            held += NormShape(model.normalization, model.hidden_size).parameters
-        if model.position_embedding_type == "learned_absolute":
-            held += Count(whole=(model.max_position_embeddings or seq_length) * model.hidden_size)
+        held += table + ends.of_embedding(model)
     if is_last:
-        held += NormShape(model.normalization, model.hidden_size).parameters
+        held += ends.of_head(vocab_size)
         if not (is_first and model.tied):
             held += table
     return held

@@ -12,6 +12,7 @@ from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.adapter_targets import all_patterns, is_target
 from megatronish.specs.costs import LayerCost, LinearShape, NormShape
+from megatronish.specs.ends import ModelEnds, ends_of
 from megatronish.specs.layers import layer_specs
 
 Source = tuple[int, str]
@@ -60,7 +61,7 @@ class StageParameters(NamedTuple):
     vocab_size: int
 
     def all(self) -> Iterator[StageParameter]:
-        """Embedding, layers, final norm, head; frozen with adapters, which learn in their place."""
+        """Embedding, layers, head; frozen with adapters, which learn in their place."""
         specs = layer_specs(self.config.model)
         costs = {spec: spec.cost(self.config.model) for spec in set(specs)}
         yield from self.embedding()
@@ -71,7 +72,7 @@ class StageParameters(NamedTuple):
             yield from self.head()
 
     def ends(self) -> Iterator[StageParameter]:
-        """Parameters of a stage outside of its layers: embeddings, the final norm and the head."""
+        """Parameters of a stage outside of its layers: its embedding and its head."""
         yield from self.embedding()
         if self.load.is_last:
             yield from self.head()
@@ -84,12 +85,31 @@ class StageParameters(NamedTuple):
             yield parameter._replace(sources=frozenset({source}), learns=".adapters." in parameter.name or not freezes)
 
     def head(self) -> Iterator[StageParameter]:
-        """Final norm, and a head that is not the embedding's table."""
+        """What comes before the output layer, the output layer if it is not the embedding's table, and what is left."""
         learns, last = not self.config.adapter.is_used, len(self.load.layers) - 1
-        for parameter in self.norm("final_norm", self.norm_shape):
-            yield parameter._replace(sources=frozenset({(last, "B")}), learns=learns)
+        yield from self.dense(self.model_ends.head)
         if not self.config.model.tied:
             yield self.table("head.weight")._replace(sources=frozenset({(last, self.deferred)}), learns=learns)
+        if self.model_ends.has_bias:
+            bias = self.table("head.bias")._replace(columns=1)
+            yield bias._replace(sources=frozenset({(last, "B")}), learns=learns)
+        yield from self.dense(self.model_ends.of_sequence)
+
+    def dense(self, cost: LayerCost) -> Iterator[StageParameter]:
+        """Linear layers and norms of the end, under their own names."""
+        learns, last = not self.config.adapter.is_used, len(self.load.layers) - 1
+        for linear in cost.linears:
+            for parameter in self.linear(linear.name, linear):
+                kind = self.deferred if parameter.columns > 1 else "B"
+                yield parameter._replace(sources=frozenset({(last, kind)}), learns=learns)
+        for norm in cost.norms:
+            for parameter in self.norm(norm.name, norm):
+                yield parameter._replace(sources=frozenset({(last, "B")}), learns=learns)
+
+    @property
+    def model_ends(self) -> ModelEnds:
+        """What the model has before its layers and after them."""
+        return ends_of(self.config.model, seq_length=self.config.training.seq_length)
 
     @property
     def deferred(self) -> str:
@@ -102,17 +122,12 @@ class StageParameters(NamedTuple):
         return self.config.layout.tp
 
     @property
-    def norm_shape(self) -> NormShape:
-        """Norm of hidden states."""
-        return NormShape(self.config.model.normalization, self.config.model.hidden_size)
-
-    @property
     def over_sequence(self) -> tuple[str, ...]:
         """Axes over which ranks see different parts of the sequence."""
         return ("tp",) if self.config.parallel.sequence_parallel else ()
 
     def embedding(self) -> Iterator[StageParameter]:
-        """Tables of tokens and positions, and a norm between; of a stage that only ends the model the tied table."""
+        """Table of words, a norm, small tables; of a stage that only ends the model the tied table of words."""
         model, first, learns = self.config.model, frozenset({(0, "B")}), not self.config.adapter.is_used
         if not self.load.is_first and not (self.load.is_last and model.tied):
             return
@@ -121,13 +136,14 @@ class StageParameters(NamedTuple):
             sources |= {(len(self.load.layers) - 1, self.deferred)}
         tokens = self.table("embedding.tokens.weight")
         yield tokens._replace(tied=model.tied, sources=sources, learns=learns)
-        if self.load.is_first and model.embed_layernorm:
-            for parameter in self.norm("embedding.norm", self.norm_shape):
+        if not self.load.is_first:
+            return
+        if self.model_ends.norm is not None:
+            for parameter in self.norm("embedding.norm", self.model_ends.norm):
                 yield parameter._replace(sources=first, learns=learns)
-        if self.load.is_first and model.position_embedding_type == "learned_absolute":
-            rows = model.max_position_embeddings or self.config.training.seq_length
-            positions = StageParameter("embedding.positions.weight", rows, model.hidden_size)
-            yield positions._replace(partial=self.over_sequence, sources=first, learns=learns)
+        for each in self.model_ends.tables:
+            table = StageParameter(f"embedding.{each.name}.weight", each.rows, model.hidden_size)
+            yield table._replace(partial=self.over_sequence, sources=first, learns=learns)
 
     def table(self, name: str) -> StageParameter:
         """Embedding of tokens, or the head."""

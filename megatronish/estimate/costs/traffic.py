@@ -236,6 +236,12 @@ def _numbers(traffic: StepTraffic) -> None:
     for axis in ("tp", "pp", "ep", "etp"):
         traffic.add(axis, "all-reduce", SCALAR)
     sums = 1
+    if model.has_binary_head:  # masked tokens and pairs of the step; each loss is reported; those of rows, by one rank
+        sums += 2
+        traffic.add("dp", "all-reduce", 2 * SCALAR)
+        if traffic.cuts_sequence and traffic.load.is_last:
+            rows = traffic.config.training.micro_batch_size
+            traffic.add("tp", "all-reduce", traffic.num_microbatches * rows * 4)
     if traffic.has_experts:
         assert model.num_experts is not None
         rows = model.num_experts + 1  # choices, and what is not finite

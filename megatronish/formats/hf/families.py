@@ -1,5 +1,6 @@
 """Table of the Hugging Face families that can be read and written, by `model_type`."""
 
+from megatronish.formats.hf.bert import BERT
 from megatronish.formats.hf.bloom import BLOOM
 from megatronish.formats.hf.family import ModelFamily
 from megatronish.formats.hf.gpt2 import GPT2
@@ -24,4 +25,5 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
     "olmoe": OLMOE,
+    "bert": BERT,
 }

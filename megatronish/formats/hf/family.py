@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from megatronish.config.sections.model import ModelConfig
@@ -98,19 +99,26 @@ class ExpertNames(NamedTuple):
 class FamilyTensors(NamedTuple):
     """Tensors of a family: the prefix of all except the head in transformers, and the rules, embedding first.
 
-    `experts` are the names of single experts, where a family has them: packed ones are read under these.
+    `experts` are the names of single experts, where a family has them: packed ones are read under these. `head` is the
+    output layer's weight, which a tied model may have a second time; `copies` are other tensors that may be there
+    twice, with their originals. `new_name` is that of a tensor of an old file, and `left_out` the reason why a tensor
+    is none of a model's, or None.
     """
 
     base: str
     rules: Callable[[ModelConfig], Iterable[TensorRule]]
     experts: ExpertNames | None = None
+    head: str = HEAD
+    copies: Mapping[str, str] = MappingProxyType({})
+    new_name: Callable[[str], str] = str
+    left_out: Callable[[ModelConfig, str], str | None] = lambda _model, _name: None
 
 
 class ModelFamily(NamedTuple):
-    """Family of models, a `model_type`: how its keys are read and written, and the field of a model that it lacks.
+    """Family of models, a `model_type` of transformers: how its keys are read and written, and what it lacks.
 
     `aliases` are other names of its keys, which transformers reads too. The `tensors` of a plug-in's family are given
-    with it when it is registered.
+    with it when it is registered. `model_type` is ours.
     """
 
     architecture: str
@@ -121,10 +129,13 @@ class ModelFamily(NamedTuple):
     write: Callable[[ModelConfig, int], dict[str, Any]]
     cannot_describe: Callable[[ModelConfig], str | None]
     tensors: FamilyTensors = FamilyTensors("", lambda _model: ())
+    model_type: str = "gpt"
 
     def lacks(self, model: ModelConfig) -> str | None:
         """What a model has and the family has not, or the other way round."""
         has_experts = self.tensors.experts is not None
+        if model.model_type != self.model_type:
+            return f"model_type={model.model_type}"
         if model.num_experts is not None and not has_experts:
             return f"num_experts={model.num_experts}"
         if model.num_experts is None and has_experts:

@@ -26,7 +26,7 @@ from megatronish.core.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.families import FAMILIES
-from megatronish.formats.hf.family import CONFIG, HEAD, ExpertNames, FamilyTensors
+from megatronish.formats.hf.family import CONFIG, ExpertNames, FamilyTensors
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description, LazyTensor, Model
@@ -91,13 +91,27 @@ def read(load: Path) -> Model:
                 f"{load}: {name} is of type {NAMES[tensor.dtype]}, and weights are read in "
                 f"{', '.join(NAMES[dtype] for dtype in DTYPES)}; save the model in one of these with transformers"
             )
-    if (experts := _tensors_of(description).experts) is not None:
-        tensors = published(tensors, experts)
+    family = _tensors_of(description)
+    tensors = {family.new_name(name): tensor for name, tensor in tensors.items()}
+    if family.experts is not None:
+        tensors = published(tensors, family.experts)
     tensors = _with_prefix(load, description, tensors)
     left_out = dict.fromkeys(buffers, "a buffer that follows from config.json")
-    if description.model.tied and {HEAD, next(iter(rules(description))).theirs[0]} <= tensors.keys():
-        left_out[HEAD] = "a second copy of the embedding, compared with it when that is read"
-    return Model(replace(description, left_out=left_out), _with_one_head(load, description, tensors))
+    reasons = {name: family.left_out(description.model, name) for name in tensors}
+    left_out |= {name: reason for name, reason in reasons.items() if reason is not None}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    for copy, original in _copies(description).items():
+        if {copy, original} <= tensors.keys():
+            what = "the embedding" if copy == family.head else original
+            left_out[copy] = f"a second copy of {what}, compared with it when that is read"
+        tensors = _with_one(load, copy, original, tensors)
+    return Model(replace(description, left_out=left_out), tensors)
+
+
+def _copies(description: Description) -> dict[str, str]:
+    """Tensors that may be there twice, the copy first."""
+    family, words = _tensors_of(description), next(iter(rules(description))).theirs[0]
+    return dict(family.copies) | ({family.head: words} if description.model.tied else {})
 
 
 def _with_prefix(load: Path, description: Description, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -114,17 +128,16 @@ def _with_prefix(load: Path, description: Description, tensors: Mapping[str, Laz
     return renamed
 
 
-def _with_one_head(load: Path, description: Description, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Tensors of a tied model without a second copy of the embedding as its head; UserError if the two differ."""
-    if not description.model.tied or HEAD not in tensors:
+def _with_one(load: Path, copy: str, name: str, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Tensors of a tied model without a second copy of one; UserError if the two differ."""
+    if copy not in tensors:
         return tensors
-    name = next(iter(rules(description))).theirs[0]
-    head = tensors.pop(HEAD)
+    head = tensors.pop(copy)
     if name in tensors:
         table = tensors[name]
         if head.dtype != table.dtype:
             raise UserError(
-                f"{load}: {HEAD} is of type {NAMES[head.dtype]} and {name} of {NAMES[table.dtype]}, although "
+                f"{load}: {copy} is of type {NAMES[head.dtype]} and {name} of {NAMES[table.dtype]}, although "
                 "tie_word_embeddings in config.json makes them one; set that to false, or remove the head"
             )
 
@@ -132,13 +145,13 @@ def _with_one_head(load: Path, description: Description, tensors: dict[str, Lazy
             tensor = table.read()
             if not torch.equal(tensor, head.read()):
                 raise UserError(
-                    f"{load}: {HEAD} is not {name}, although tie_word_embeddings says so in config.json; set that to "
+                    f"{load}: {copy} is not {name}, although tie_word_embeddings says so in config.json; set that to "
                     "false, or remove the head"
                 )
             return tensor
 
         return {**tensors, name: LazyTensor(table.shape, table.dtype, read_both)}
-    # Only the head is there: it is the embedding.
+    # Only the copy is there, such as the head of a tied model: it is the original.
     return {**tensors, name: head}
 
 

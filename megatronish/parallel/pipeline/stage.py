@@ -10,6 +10,7 @@ import torch
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.model.gpt import GPT, Execution, MakeBlock, ModelChunk
+from megatronish.model.table import MODELS
 from megatronish.parallel.mesh import Mesh, TensorParallel
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.plan import StageChunk
@@ -48,7 +49,7 @@ def build_stage(
     """
     places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
     with device or mesh.device:
-        model = GPT(
+        model = MODELS[config.model_type](
             config,
             vocab_size=vocab_size,
             num_positions=num_positions,

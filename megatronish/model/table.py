@@ -1,0 +1,7 @@
+"""The table of models, by the names of --model-type."""
+
+from megatronish.model.bert import Bert
+from megatronish.model.gpt import GPT
+
+MODELS: dict[str, type[GPT]] = {"gpt": GPT, "bert": Bert}
+"""Models that share the layers and their execution; `ENDS` of specs/ends.py has what is outside of their layers."""
