@@ -19,7 +19,8 @@ from megatronish.compat.importers.deepspeed import from_deepspeed
 from megatronish.compat.importers.imported import Imported, read_object
 from megatronish.config.arguments import read_arguments
 from megatronish.config.marks import at_least, at_most
-from megatronish.core.files import unwritten
+from megatronish.core.errors import UserError
+from megatronish.core.files import AtomicFile, is_same_file, unwritten
 
 Framework = Literal["deepspeed", "axolotl", "accelerate"]
 
@@ -41,6 +42,8 @@ def run_importer(framework: Framework, argv: Sequence[str], *, program: str) -> 
     arguments = read_arguments(ImportArguments, argv, program=program)
     found = imported(framework, arguments.config, dp=arguments.dp)
     text = found.to_toml(arguments.config)
+    if arguments.output is not None and is_same_file(arguments.output, arguments.config):
+        raise UserError(f"--output {arguments.output} is the file that is read; choose another")
     for line in found.warnings():
         print(line, file=sys.stderr)
     if arguments.output is None:
@@ -52,7 +55,11 @@ def run_importer(framework: Framework, argv: Sequence[str], *, program: str) -> 
 
 def _write(output: Path, text: str) -> None:
     try:
-        output.write_text(text, encoding="utf-8")
+        if output.exists() and not output.is_file():  # a pipe, /dev/stdout
+            output.write_text(text, encoding="utf-8")
+            return
+        with AtomicFile(output) as whole:
+            whole.file.write(text.encode())
     except OSError as error:
         raise unwritten(f"--output {output}", output, error) from error
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import NamedTuple, Protocol, TextIO, cast
 
 from megatronish import __version__
-from megatronish.core.errors import StarredStream, UserError, without_passwords
+from megatronish.core.errors import RunError, StarredStream, UserError, without_passwords
 from megatronish.launch.os_errors import mishap, status_of
 from megatronish.launch.place import Place
 from megatronish.launch.terminal import name_output, open_streams, widen
@@ -63,6 +63,9 @@ def _ended(work: Callable[[], int]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return 1
     except ModuleNotFoundError as error:
         if (sentence := _without_environment(error)) is None:
             return _bug(error)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
@@ -25,6 +25,7 @@ from megatronish.commands.bad_lines import BadLines
 from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import PluginNames, read_arguments
 from megatronish.config.hub import local_tokenizer
+from megatronish.config.marks import at_least, at_most
 from megatronish.config.model_source import implied_tokenizer
 from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
@@ -73,7 +74,7 @@ class PreprocessArguments:
     """A bad line is an error instead of being skipped and counted."""
     max_bad_fraction: float = 0.5
     """With a larger part of bad lines, the key or the format is wrong: nothing is written, and the status is 2."""
-    log_interval: int = 100_000
+    log_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 100_000
     """Documents between lines of progress where there is no terminal for a bar."""
 
 

@@ -306,6 +306,13 @@ def _is_elsewhere(error: OSError, *folders: Path) -> bool:
     return not any(file.is_relative_to(folder) or folder.is_relative_to(file) for folder in folders)
 
 
+def is_same_file(one: Path, other: Path) -> bool:
+    """Whether both names are of one file that is there."""
+    with suppress(OSError, ValueError):
+        return one.samefile(other)
+    return False
+
+
 def unwritten(name: str, path: Path, error: OSError) -> RunError | UserError:
     """What to raise for a file, `name` in the sentence, that could not be written: status 1 where a disk is full."""
     reason = error.strerror or error

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from megatronish.core.errors import UserError, without_passwords
+from megatronish.core.errors import RunError, UserError, without_passwords
 from megatronish.core.files import remedy_of_writing
 from megatronish.launch.terminal import OUTPUT
 
@@ -77,6 +77,8 @@ def refuse_few_open_files() -> None:
 
 def mishap(error: BaseException) -> str | None:
     """One sentence for a mishap of the machine; None for what may be a bug."""
+    if isinstance(error, RunError):  # a sentence already, with words of others in it
+        return str(error)
     if isinstance(error, OSError) and (sentence := _of_output(error)) is not None:
         return sentence
     # The numbers of a refused path without a path are those of a connection: EPERM is TLS's, too.
@@ -95,10 +97,17 @@ def mishap(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError):
         for number, words in IN_LIBRARIES.items():
             if any(each in reason for each in words):
-                remedy = REMEDIES.get(number) or remedy_of_writing(OSError(number, ""), Path(tempfile.gettempdir()))
+                remedy = REMEDIES.get(number) or remedy_of_writing(OSError(number, ""), _temporary_folder())
                 return f"{os.strerror(number)}; {remedy}"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in reason for each in MEMORY)):
         return TOO_LARGE.format(reason=reason.rpartition("] ")[2][:200] or "no reason was given")
+    return None
+
+
+def _temporary_folder() -> Path | None:
+    """The folder for temporary files; None where there is none that can be written to."""
+    with contextlib.suppress(OSError):
+        return Path(tempfile.gettempdir())
     return None
 
 
@@ -130,4 +139,5 @@ def status_of(error: BaseException) -> int:
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether a collective failed because another rank has ended: that rank is the culprit, and not this one."""
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in LOST_RANK)
+    is_told = isinstance(error, RunError)  # in a sentence that may quote what a server or a disk has said
+    return isinstance(error, RuntimeError) and not is_told and any(each in str(error) for each in LOST_RANK)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from paths import ROOT
 from megatronish import __version__
 from megatronish.commands import main as command_line
 from megatronish.commands.main import COMMANDS, run
-from megatronish.core.errors import UserError
+from megatronish.core.errors import RunError, UserError
+from megatronish.launch.os_errors import is_lost_rank, mishap
 from megatronish.launch.terminal import NARROWEST
 
 SCRIPTS = [
@@ -225,3 +227,34 @@ def test_what_another_start_would_meet_again_ends_every_command_with_2(
         monkeypatch.setattr(command_line, name, lambda: None)
     assert command_line.main() == status
     assert "/data/there" in capsys.readouterr().err
+
+
+def test_a_sentence_of_a_full_disk_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has words that would be taken for those of a library, and a machine may have no folder for temporary files."""
+    sentence = "--output g.toml cannot be written: No space left on device; free space there, or choose another"
+
+    def refuse(*_: object) -> int:
+        raise RunError(sentence)
+
+    monkeypatch.setattr(command_line, "run", refuse)
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    for name in ("open_streams", "name_output", "widen"):
+        monkeypatch.setattr(command_line, name, lambda: None)
+    assert command_line.main() == 1
+    assert capsys.readouterr().err.strip() == sentence
+    error = RunError("the store: Connection refused")
+    assert mishap(error) == str(error) and not is_lost_rank(error)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: (_ for _ in ()).throw(FileNotFoundError("none")))
+    assert (mishap(RuntimeError("No space left on device")) or "").startswith("No space left on device; ")
+
+
+def test_a_command_does_not_replace_the_file_that_it_reads(tmp_path: Path) -> None:
+    config, text = tmp_path / "e.json", tmp_path / "t.txt"
+    config.write_text("{}")
+    text.write_text("some text\n" * 300)
+    with pytest.raises(UserError, match="is the file that is read; choose another"):
+        run(["from-deepspeed", str(config), "--output", str(config)])
+    assert run(["train-tokenizer", "--input", str(text), "--output", str(text), "--vocab-size", "300"]) == 2
+    assert config.read_text() == "{}" and text.read_text().startswith("some text")

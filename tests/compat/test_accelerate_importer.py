@@ -1,6 +1,7 @@
 """Tests of the importer of Accelerate's YAML: layouts, precision, and the DeepSpeed files that it completes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,22 @@ def test_ranks_of_accelerate_that_the_file_does_not_name(tmp_path: Path) -> None
     assert (sizes["context_parallel_size"], sizes["data_parallel_size"]) == (4, 2)
     ulysses = from_accelerate({"num_processes": 8, "parallelism_config": {"sp_size": 2, "cp_size": 1}}, folder=tmp_path)
     assert (ulysses.settings["context_parallel_size"], ulysses.settings["cp_comm_type"]) == (2, "a2a")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"distributed_type": "NOPE"}, "distributed_type=NOPE must be NO, DEEPSPEED, FSDP"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_accumulation_steps": -2}},
+            "deepspeed_config.gradient_accumulation_steps=-2 must be at least 1",
+        ),
+        (
+            {"distributed_type": "MEGATRON_LM", "num_processes": 8, "megatron_lm_config": {"megatron_lm_tp_degree": 0}},
+            "tp_degree=0 must be at least 1",
+        ),
+    ],
+)
+def test_an_odd_value_is_refused_by_its_key(values: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        from_accelerate(values, folder=tmp_path)

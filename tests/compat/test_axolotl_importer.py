@@ -1,6 +1,7 @@
 """Tests of the importer of Axolotl's config.yml: models, adapters, data, precision and sharding."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,43 @@ def test_a_recipe_of_axolotl_with_its_files_runs_dry_as_it_is_imported(
     assert training.objective == RECIPES[recipe].get("rl", "causal_lm")
     if recipe in ("sft", "orpo", "pretraining"):
         assert dry_run(config, []) == 0
+
+
+def test_what_is_trained_on_is_told_where_a_data_set_says_it(tmp_path: Path) -> None:
+    asked = {"roles_to_train": ["user"], "train_on_eos": "last"}
+    chats = {"datasets": [{"path": "a/b", "type": "chat_template", **asked}, {"path": "a/c", "type": "alpaca"}]}
+    found = from_axolotl(chats, folder=tmp_path)
+    assert {f"datasets[0].{key}" for key in asked} <= found.otherwise.keys()
+    usual = {"roles_to_train": ["assistant"], "train_on_eos": "turn"}
+    found = from_axolotl({"datasets": [{"path": "a/b", "type": "chat_template", **usual}]}, folder=tmp_path)
+    assert not any("roles_to_train" in key or "train_on_eos" in key for key in (*found.otherwise, *found.left_out))
+    (tmp_path / "text.jsonl").write_text("{}")
+    texts = {"datasets": [{"path": str(tmp_path / "text.jsonl"), "type": "completion"}], **asked}
+    found = from_axolotl(texts, folder=tmp_path)
+    assert found.settings["train_on"] == "all" and not asked.keys() & found.otherwise.keys()
+    assert asked.keys() <= found.left_out.keys()
+    mixed = {"datasets": [{"path": "a/b", "type": "alpaca"}, {"path": "a/c", "type": "completion"}]}
+    assert "train on it in a run of its own" in from_axolotl(mixed, folder=tmp_path).otherwise["datasets[1].type"]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"gradient_checkpointing": 7}, "gradient_checkpointing=7 must be true or false, or offload, offload_disk or"),
+        ({"sample_packing": "nope"}, "sample_packing=nope must be true or false; correct the file"),
+        ({"fsdp_config": {"reshard_after_forward": "maybe"}}, "reshard_after_forward=maybe must be true or false, or"),
+        ({"fsdp_config": {"fsdp_offload_params": "maybe"}}, "offload_params=maybe must be true or false; correct"),
+    ],
+)
+def test_a_switch_that_is_none_is_refused(values: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        from_axolotl(values, folder=tmp_path)
+
+
+def test_two_precisions_and_a_model_with_a_password_are_told_once(tmp_path: Path) -> None:
+    found = from_axolotl({"bf16": True, "fp16": True, "base_model": "https://u:pw@host/model"}, folder=tmp_path)
+    assert found.settings["bf16"] and "this trains in bf16" in found.otherwise["fp16"]
+    assert "has a password" in found.otherwise["base_model"] and "base_model" not in found.left_out
+    assert "load_hf" not in found.otherwise
+    with pytest.raises(UserError, match=r"^lora_r=0 must be at least 1"):
+        from_axolotl({"adapter": "lora", "lora_r": 0}, folder=tmp_path).refuse_out_of_range()

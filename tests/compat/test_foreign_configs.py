@@ -355,7 +355,7 @@ def test_a_list_of_splits_that_is_none_is_a_sentence(text: str, tmp_path: Path) 
         ("num_epochs: .inf", "num_epochs=Infinity must be a number"),
         ("num_epochs: 0", "num_epochs=0 must be greater than 0"),
         ("learning_rate: -1", "learning_rate=-1 must be greater than 0"),
-        ("adapter: lora\nlora_r: 0", "lora_rank=0 must be at least 1"),
+        ("adapter: lora\nlora_r: 0", "lora_r=0 must be at least 1"),
         ("max_steps: -1\nsave_total_limit: -1", None),
         ("datasets: 5", r"datasets\[0\]=5 must be an object with a path, or a path"),
         ("datasets: [{path: a/b}, null]", r"datasets\[1\]=null must be an object with a path, or a path"),

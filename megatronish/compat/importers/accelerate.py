@@ -21,7 +21,7 @@ from megatronish.compat.importers.imported import (
     text,
     whole,
 )
-from megatronish.config.fields import FIELDS
+from megatronish.config.fields import FIELDS, one_of
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 
@@ -95,6 +95,7 @@ FILE_ALONE = (
     *("offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"),
 )
 """Keys that accelerate launch refuses with a file of DeepSpeed's."""
+KINDS = ("NO", "DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TPU")
 _SECTIONS = (
     *("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "dynamo_config"),
     *("distributed_type", "mixed_precision", "fp16", "num_processes", "use_cpu", "gradient_accumulation_steps"),
@@ -111,6 +112,10 @@ def from_accelerate(values: Mapping[str, Any], *, folder: Path, dp: int | None =
     # 1. Keys whose value alone decides, and the sizes of one copy of the model.
     found = Imported()
     kind = text(values, "distributed_type", "NO").upper()
+    if kind not in KINDS and not kind.startswith("MULTI_"):
+        raise UserError(
+            f"distributed_type={shown(kind)} must be {one_of(KINDS)}, or MULTI_GPU and its like; correct the file"
+        )
     apply(found, {key: value for key, value in values.items() if key not in _SECTIONS}, TOP)
     precision = _mixed_precision(found, values)
     _parallelism(found, section(values, "parallelism_config"))
@@ -222,6 +227,10 @@ def _of_keys(found: Imported, config: Mapping[str, Any]) -> dict[str, Any]:
     given["gradient_clipping"] = clip
     steps = config.get("gradient_accumulation_steps")
     if steps not in (None, 1, "auto"):
+        if (number(config, "gradient_accumulation_steps") or 0) < 1:
+            raise UserError(
+                f"deepspeed_config.gradient_accumulation_steps={shown(steps)} must be at least 1; correct the file"
+            )
         found.leave_out(
             "deepspeed_config.gradient_accumulation_steps",
             f"{shown(steps)}: --global-batch-size is --micro-batch-size times this times the data-parallel size",
@@ -335,6 +344,7 @@ def _data_parallel_size(found: Imported, values: Mapping[str, Any], dp: int | No
 
 def _ranks(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
     """Data-parallel size, and what is said of the batch."""
+    found.refuse_out_of_range()  # sizes of 0 among them
     size = _data_parallel_size(found, values, dp)
     if size is not None:
         found.set("data_parallel_size", size)

@@ -33,6 +33,7 @@ from megatronish.compat.importers.imported import (
     number,
     read_object,
     section,
+    switch,
     text,
     whole,
 )
@@ -147,6 +148,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     _model(found, folder)
     _adapter(found, values)
     from_rl(found, values, folder)
+    switch(values, "sample_packing")
     has_chats = "objective" in found.settings or data_sets(found, values, folder)
     _length(found, values)
     _batch(found, values, dp)
@@ -178,6 +180,9 @@ def _numeric(key: str, value: Any) -> Any:
 def _model(found: Imported, folder: Path) -> None:
     """The model to start from: a folder, from here or from that of the config, or a name of the hub."""
     name = found.settings.get("load_hf")
+    if name is None and "load_hf" in found.otherwise:  # there is one, which no file may hold
+        found.otherwise["base_model"] = found.otherwise.pop("load_hf")
+        return
     if name is None:
         found.leave_out("base_model", "there is none in the file, and so no model to start from; add --load-hf FOLDER")
         return
@@ -217,6 +222,7 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
     for key, name in _OF_LORA.items():
         if values.get(key) is not None:
             found.set(name, is_on(values[key]) if name == "use_rslora" else number(values, key))
+            found.key_of[name] = key
     if "lora_rank" in found.settings:
         found.set("lora_rank", whole(found.settings["lora_rank"], "lora_r"))
     for name, value in PEFT.items():
@@ -353,15 +359,18 @@ def _precision(found: Imported, values: Mapping[str, Any]) -> None:
         for key in ("float32", "float16"):
             if is_on(values.get(key)):
                 found.leave_out(key, "bf16 comes first there, also by its default, auto")
+        if fp16 and not is_auto:
+            found.warn("fp16", "bf16 is on, too, and the Trainer of transformers refuses both; this trains in bf16")
     elif fp16 or is_on(values.get("float16")):
         found.set_grad_scaler()
     else:
         found.set("bf16", False)
     # Values that are no switch name where saved activations are kept meanwhile.
-    again = values.get("gradient_checkpointing")
-    if is_on(again) or again in ("offload", "offload_disk", "unsloth"):
+    offloads = ("offload", "offload_disk", "unsloth")
+    again = switch(values, "gradient_checkpointing", others=offloads)
+    if is_on(again) or again in offloads:
         found.set("recompute_granularity", "full")
-    if again in ("offload", "offload_disk", "unsloth"):
+    if again in offloads:
         found.set("offload_saved_activations", True)
 
 
@@ -421,6 +430,10 @@ def fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
     A strategy that is not named is a full one.
     """
     rest = {key.removeprefix("fsdp_"): value for key, value in config.items()}
+    for key in ("offload_params", "activation_checkpointing"):
+        switch(rest, key)
+    if not isinstance(rest.get("reshard_after_forward"), int):  # a number is that of ranks that keep what is gathered
+        switch(rest, "reshard_after_forward", others=(*STRATEGIES.values(),))
     # 1. The stage. Older files have words or numbers for strategies, FSDP2 only reshard_after_forward: parameters that
     # stay gathered after a forward are those of ZeRO-2.
     named = text(rest, "sharding_strategy")

@@ -16,6 +16,7 @@ from megatronish.compat.importers.imported import (
     Rule,
     dropped,
     field,
+    is_on,
     missed,
     text,
 )
@@ -61,7 +62,14 @@ def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
     # A text has no answers, so the loss of texts counts every token. What comes from pretraining_dataset is always
     # packed.
     found.set("train_on", "all" if values.get("train_on_inputs") or not has_chats else "assistant")
-    found.set("pack_samples", bool(values.get("sample_packing")) or not values.get("datasets"))
+    found.set("pack_samples", is_on(values.get("sample_packing")) or not values.get("datasets"))
+    for index, kind in enumerate(types if has_chats and not values.get("train_on_inputs") else ()):
+        if kind in TEXTS:
+            found.warn(f"datasets[{index}].type", TEXT_AMONG_CHATS)
+    if not has_chats:  # of which a text has neither
+        for key in USUAL:
+            if found.otherwise.pop(key, None) is not None:
+                found.leave_out(key, EVERY_TOKEN)
     # 4. One format is named for all files; where they are mixed, each record shows its own.
     formats = {FORMATS.get(kind or "", "text") for kind in types}
     if len(formats) == 1 and formats != {"auto"}:
@@ -92,7 +100,7 @@ def preferences(found: Imported, values: Mapping[str, Any], folder: Path) -> Non
     _template(found, values, begun.pop() if len(begun) == 1 else None)
     if found.settings.get("objective") == "kto":
         found.set("chat_format", "labelled")
-    found.set("pack_samples", bool(values.get("sample_packing")))
+    found.set("pack_samples", is_on(values.get("sample_packing")))
     files_of(found, sets, folder, key="datasets")
     held_out(found, values, folder)
 
@@ -152,7 +160,12 @@ def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
             # Keys that change which part of a file is read. `field_messages` is harmless where it has one of the names
             # that are found without it.
             for name, value in data_set.items() if isinstance(data_set, dict) else ():
-                if (
+                if name in USUAL:
+                    if kind not in FORMATS:
+                        found.leave_out(f"{key}[{index}].{name}", EVERY_TOKEN)
+                    elif value not in (None, USUAL[name]):
+                        found.warn(f"{key}[{index}].{name}", ROLES.reason)
+                elif (
                     name not in READ
                     and value not in (None, "", [], {})
                     and not (name == "field_messages" and value in MESSAGES)
@@ -228,6 +241,10 @@ def files_of(found: Imported, sets: list[Any], folder: Path, *, key: str, field:
         found.set(field, tuple(paths))
 
 
+TEXT_AMONG_CHATS = (
+    "it is a text, and next to chats answers alone are trained on; train on it in a run of its own, or on every token "
+    "with --train-on all"
+)
 NO_FILE = "and no name of a hub; name JSON lines with --data-path"
 CHECKPOINTS = dropped("every checkpoint loads in every layout")
 FUSED = dropped("which kernels are used is decided at run time")

@@ -4,14 +4,14 @@ Keys, values and names of files are of others. They reach the TOML through its o
 the text again (config/dump.py); section [plugins], which names code that runs, is never written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.conflicts import CONFLICTS
 from megatronish.config.dump import write_toml
-from megatronish.config.fields import FIELDS, SECTIONS, with_fields
+from megatronish.config.fields import FIELDS, SECTIONS, one_of, with_fields
 from megatronish.config.rules.optimizer import LENGTH_RULES, RATE_RULES
 from megatronish.core.errors import UserError, without_passwords
 from megatronish.core.foreign import is_finite, read_json, read_yaml, shown
@@ -212,6 +212,16 @@ def text(values: Mapping[str, Any], key: str, default: str = "") -> str:
 def is_on(value: object) -> bool:
     """Whether a switch is on; YAML files of programs that ask for it have it in quotation marks, too."""
     return value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "on"))
+
+
+def switch(values: Mapping[str, Any], key: str, *, others: Collection[Any] = ()) -> Any:
+    """Value of a switch: true, false, None, or one of `others`. UserError for anything else."""
+    value = values.get(key)
+    is_word = isinstance(value, str) and value.lower() in ("true", "yes", "on", "false", "no", "off", "")
+    if value is None or isinstance(value, bool) or is_word or value in others:
+        return value
+    more = f", or {one_of(others)}" if others else ""
+    raise UserError(f"{key}={shown(value)} must be true or false{more}; correct the file")
 
 
 def read_object(path: Path, *, is_yaml: bool) -> dict[str, Any]:
