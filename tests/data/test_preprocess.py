@@ -298,12 +298,11 @@ def test_flags_of_megatron_are_idle_or_refused_with_the_reason() -> None:
         "--keep-sequential-samples",
         "--workers-to-check 1 2",
     ]
-    argv = "--dataset-impl lazy --split-sentences --worker 3 --frobnicate x --input a"
+    argv = "--dataset-impl lazy --worker 3 --frobnicate x --input a"
     with pytest.raises(UserError) as caught:
         without_megatron_flags(argv.split(), own)
     assert str(caught.value).splitlines() == [
         "--dataset-impl lazy is refused: the only format is that of mmap; leave it out",
-        "--split-sentences is refused: it is for BERT; leave it out, a text is one document",
         "--worker is not a flag; did you mean --workers?",
         "--frobnicate is not a flag; see --help",
     ]

@@ -30,7 +30,7 @@ def peak_and_flops(references: Mapping[Any, Reference], *, length: int, window: 
         q = torch.empty(length, 3, 4, 32, requires_grad=True)
         k, v = (torch.empty(length, 3, 2, 32, requires_grad=True) for _ in range(2))
         keys, samples = torch.zeros(2, dtype=torch.int32), torch.arange(3)
-        out, _ = torch.ops.megatronish.dropped_attention(q, k, v, None, keys, samples, None, None, 0, window, 0.1)
+        out, _ = torch.ops.megatronish.dropped_attention(q, k, v, None, keys, samples, None, None, 0, window, True, 0.1)
         out.sum().backward()
     return recorder.ledger.peak, recorder.parts["build"].flops
 

@@ -25,6 +25,7 @@ from megatronish.core.errors import RunError, UserError
 from megatronish.formats import native, tokenizer_files
 from megatronish.formats.convert import FORMATS, convert
 from megatronish.formats.hf import tensors as hf
+from megatronish.formats.hf.family import HEAD
 from megatronish.formats.safetensors import FILE, nbytes_of
 from megatronish.formats.weights import LazyTensor, Model, from_ours
 from megatronish.train.checkpoint_state import FACTS, POSITION
@@ -203,7 +204,7 @@ def test_a_tensor_that_the_target_has_no_place_for_is_left_out_where_that_is_all
             tmp_path / "ours", tmp_path / "theirs", source="megatronish", target="hf", allow_unmatched=True
         )
     assert report.unmatched_out == ("head.weight",)
-    assert hf.HEAD not in load_file(tmp_path / "theirs" / FILE)
+    assert HEAD not in load_file(tmp_path / "theirs" / FILE)
 
 
 def test_the_tokenizer_that_a_run_names_travels_along_under_the_name_that_others_look_for(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.convert import convert
-from megatronish.formats.hf import tensors as hf
+from megatronish.formats.hf.family import HEAD
 from megatronish.formats.safetensors import FILE, INDEX
 from megatronish.formats.weights import Description, LazyTensor, Model
 from megatronish.tokenizer.tokenizer import build_tokenizer
@@ -121,17 +121,17 @@ def test_masks_and_wavelengths_beside_the_weights_are_ignored(tmp_path: Path, na
 
 def test_a_tied_head_may_be_stored_too_and_must_be_the_embedding(tmp_path: Path) -> None:
     table = "model.embed_tokens.weight"
-    folder = copy_of("qwen2", tmp_path / "both", lambda tensors: tensors.update({hf.HEAD: tensors[table].clone()}))
+    folder = copy_of("qwen2", tmp_path / "both", lambda tensors: tensors.update({HEAD: tensors[table].clone()}))
     to_ours(folder, tmp_path / "ours")
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert_same(tensors_of(tmp_path / "back"), load_file(HF / "qwen2" / FILE))
-    alone = copy_of("qwen2", tmp_path / "alone", lambda tensors: tensors.update({hf.HEAD: tensors.pop(table)}))
+    alone = copy_of("qwen2", tmp_path / "alone", lambda tensors: tensors.update({HEAD: tensors.pop(table)}))
     to_ours(alone, tmp_path / "ours_alone")
-    other = copy_of("qwen2", tmp_path / "other", lambda tensors: tensors.update({hf.HEAD: tensors[table] + 1}))
+    other = copy_of("qwen2", tmp_path / "other", lambda tensors: tensors.update({HEAD: tensors[table] + 1}))
     with pytest.raises(UserError, match=r"lm_head.weight is not model.embed_tokens.weight, although tie"):
         to_ours(other, tmp_path / "never")
     assert not (tmp_path / "never").exists()
-    half = copy_of("qwen2", tmp_path / "half", lambda tensors: tensors.update({hf.HEAD: tensors[table].bfloat16()}))
+    half = copy_of("qwen2", tmp_path / "half", lambda tensors: tensors.update({HEAD: tensors[table].bfloat16()}))
     with pytest.raises(UserError, match=r"lm_head.weight is of type BF16 and model.embed_tokens.weight of F32,"):
         to_ours(half, tmp_path / "never")
 
@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_read_is_refused_with_a_remedy(tmp_path: Path) -
     [
         (lambda tensors: tensors.pop("model.norm.weight"), "lacks model.norm.weight, which its model has"),
         (lambda tensors: tensors.update(extra=torch.ones(2)), "holds extra, of which the model knows nothing"),
-        (lambda tensors: tensors.update({hf.HEAD: torch.ones(3, 8)}), r"head.weight would be \[3, 8\], and its model"),
+        (lambda tensors: tensors.update({HEAD: torch.ones(3, 8)}), r"head.weight would be \[3, 8\], and its model"),
         (
             lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.ones(12, 7)}),
             r"up_proj.weight.* do not fit together .*; its config and its weights are of two models, fetch both again",

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,10 @@ def killed(flags: list[str], *, after: Path, num_lines: int, by: signal.Signals)
     """Status and errors of a command that gets a signal when it has written so many lines."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "megatronish", "judge", *flags]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as job:
+    how: dict[str, Any] = {"env": environment, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    # Ctrl-C also where tests run in the background of a shell.
+    how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, **how) as job:
         assert job.stderr is not None
         deadline = time.monotonic() + 60
         while not after.exists() or after.read_bytes().count(b"\n") < num_lines:
