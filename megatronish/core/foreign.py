@@ -124,7 +124,8 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         return None if node is None else _Values(loader).value(node, 0)
     except yaml.YAMLError as error:
-        raise ValueError(shown(" ".join(str(error).split()))) from None
+        told = " ".join(str(error).split()).replace(' in "<unicode string>"', "")
+        raise ValueError("it has several documents; keep one" if "single document" in told else shown(told)) from None
     except RecursionError:
         raise ValueError(f"its lists and objects are more than {DEEPEST} deep") from None
     finally:
