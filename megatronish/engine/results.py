@@ -117,7 +117,7 @@ def reduce_sums(
     sums_of_objective = dict(zip(objective, next(pieces).tolist(), strict=True))
     sums_of_model = {name: next(pieces).view(shape) for name, shape in model.items()}
     sums_of_votes = dict(zip(votes, next(pieces).tolist(), strict=True))
-    *of_islands, (own_norm,) = (piece.tolist() for piece in pieces)
+    *of_islands, (own_norm,) = map(Tensor.tolist, pieces)
     weights, norms = of_islands[0] if of_islands else (weight, own_norm)
     return StepSums(sums_of_objective, sums_of_model, sums_of_votes, int(weights), own_norm, norms / mesh.islands.size)
 

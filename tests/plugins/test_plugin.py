@@ -151,9 +151,9 @@ def test_a_file_whose_name_another_module_has_is_a_sentence(tmp_path: Path) -> N
         ("--block parallel", "--block parallel: block must be one of transformer; others are those of plug-ins"),
         (
             "--objective z",
-            "--objective z: objective must be one of causal_lm, dpo, ipo, simpo, cpo, orpo or kto; others",
+            "--objective z: objective must be one of causal_lm, masked_lm, dpo, ipo, simpo, cpo, orpo or kto; others",
         ),
-        ("--dataset-type t", "--dataset-type t: dataset_type must be one of pretrain or chat; others"),
+        ("--dataset-type t", "--dataset-type t: dataset_type must be one of pretrain, chat or sentences; others"),
         ("--hook h", "--hook h: hook must be a name that a plug-in registers (--plugin)"),
         ("--tokenizer-type t", "--tokenizer-type t: tokenizer_type must be one of sentencepiece, "),
         ("--pipeline-schedule s", "--pipeline-schedule s: pipeline_schedule must be one of gpipe, "),

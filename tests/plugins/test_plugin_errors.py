@@ -60,7 +60,7 @@ def last_line(text: str) -> str:
     [
         (HOOK, "--dp 2 --hook failing", "after_step", "KeyError: 'no such thing'"),
         (SCHEDULE, "--pp 2 --pipeline-schedule failing", "generate", "ZeroDivisionError: division by zero"),
-        (OBJECTIVE, "--tp 2 --objective failing", "", "object has no attribute 'weight'"),
+        (OBJECTIVE, "--tp 2 --objective failing", "", "object has no attribute 'names'"),
     ],
     ids=["hook of one rank", "schedule", "object without its methods"],
 )
