@@ -242,12 +242,29 @@ def test_megatrons_names_are_known() -> None:
         "GPT2BPETokenizer",
         "HuggingFaceTokenizer",
         "TikTokenizer",
+        "BertWordPieceLowerCase",
+        "BertWordPieceCase",
         "bytes",
     ]
     kinds = [tokenizer_type(name) for name in names]
-    assert kinds == ["sentencepiece", "sentencepiece", "huggingface", "huggingface", "tiktoken", "bytes"]
-    with pytest.raises(ValueError, match="--tokenizer-type BertWordPieceCase is not known; use one of sentencepiece"):
-        tokenizer_type("BertWordPieceCase")
+    assert kinds[:5] == ["sentencepiece", "sentencepiece", "huggingface", "huggingface", "tiktoken"]
+    assert kinds[5:] == ["wordpiece_lower", "wordpiece", "bytes"]
+    with pytest.raises(ValueError, match="--tokenizer-type FelixTokenizer is not known; use one of sentencepiece"):
+        tokenizer_type("FelixTokenizer")
+
+
+def test_word_pieces_of_a_vocab_txt(tmp_path: Path) -> None:
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "!", "Un"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces))
+    for name, first in (("wordpiece_lower", "un"), ("wordpiece", "Un")):
+        tokenizer = build_tokenizer(DataConfig(tokenizer_type=name, tokenizer_model=str(tmp_path / "vocab.txt")))  # type: ignore[arg-type]
+        expected = [first, "##aff", "##able", "!", "[UNK]"]
+        assert tokenizer.encode("Unaffable! xyz") == [pieces.index(piece) for piece in expected]
+        assert tokenizer.eod == pieces.index("[SEP]") and tokenizer.vocab_size == len(pieces)
+        assert tokenizer.mask_tokens().mask == pieces.index("[MASK]")
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces[:4]))
+    with pytest.raises(UserError, match=r"vocab.txt has no piece \[MASK\]; name the vocab.txt of a BERT"):
+        build_tokenizer(DataConfig(tokenizer_type="wordpiece", tokenizer_model=str(tmp_path / "vocab.txt")))
 
 
 @pytest.mark.parametrize(
