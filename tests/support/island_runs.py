@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from problem import DECOUPLED, EOD, OPTIMIZERS, SGD, Problem, Spread
-from theorem import Parts, Samples, build, masters_of, parts
+from problem import DECOUPLED, OPTIMIZERS, SGD, Problem, Spread
+from theorem import Parts, batches_of, build, masters_of, parts
 from torch import Tensor
 
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.layout import Layout
-from megatronish.data.loader import BatchShare, Collator, micro_batches
+from megatronish.data.loader import BatchShare
 from megatronish.engine.engine import Engine
 from megatronish.engine.results import StepResult
 from megatronish.launch.place import Place
@@ -46,23 +46,6 @@ def optimizers_of(problem: Problem) -> list[OptimizerConfig]:
     """SGD, after which parameters are compared, and the other one."""
     others = DECOUPLED if problem.decoupled else {}
     return [replace(each, **others) for each in (SGD, OPTIMIZERS[problem.optimizer])]
-
-
-def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatch]:
-    """This rank's micro-batches of a step."""
-    size = problem.global_batch_size
-    return micro_batches(
-        Samples(problem.seq_length),
-        consumed_samples=step * size,
-        global_batch_size=size,
-        share=share,
-        collate=Collator(
-            EOD,
-            reset_position_ids=problem.documents,
-            reset_attention_mask=problem.documents,
-            eod_mask_loss=problem.eod_mask_loss,
-        ),
-    )
 
 
 def step_of(

@@ -130,27 +130,8 @@ def train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Ch
 
 def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Choices] | None) -> Record:
     mesh = Mesh.of(spread.parallel, place, has_experts=problem.model.num_experts is not None)
-    rows = Collator(
-        EOD,
-        reset_position_ids=problem.documents,
-        reset_attention_mask=problem.documents,
-        eod_mask_loss=problem.eod_mask_loss,
-    )
-    dataset: Dataset = Samples(problem.seq_length)
-    collate: Callable[[Sequence[Sample], Sequence[int]], MicroBatch] = rows
-    if not problem.model.is_causal:
-        dataset = Pairs(problem.seq_length, filled=problem.documents)
-        collate = MaskedCollator(rows, MASKS, VOCABULARY, SEED, mask_prob=0.5)
-
-    def batches(step: int) -> list[MicroBatch]:
-        return micro_batches(
-            dataset,
-            consumed_samples=step * problem.global_batch_size,
-            global_batch_size=problem.global_batch_size,
-            share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
-            collate=collate,
-        )
-
+    share = BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size)
+    batches = partial(batches_of, problem, share)
     routing = Routing(replayed, is_alone=place.world_size == 1)
     sgd = build(mesh, problem, spread, replace(SGD, **DECOUPLED if problem.decoupled else {}))
     routing.watch(sgd, first_step=0)
@@ -191,6 +172,28 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
             routing.choices,
         ),
         clamps=[],
+    )
+
+
+def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatch]:
+    """This rank's micro-batches of a step; of BERT pairs of sentences with masked tokens."""
+    rows = Collator(
+        EOD,
+        reset_position_ids=problem.documents,
+        reset_attention_mask=problem.documents,
+        eod_mask_loss=problem.eod_mask_loss,
+    )
+    dataset: Dataset = Samples(problem.seq_length)
+    collate: Callable[[Sequence[Sample], Sequence[int]], MicroBatch] = rows
+    if not problem.model.is_causal:
+        dataset = Pairs(problem.seq_length, filled=problem.documents)
+        collate = MaskedCollator(rows, MASKS, VOCABULARY, SEED, mask_prob=0.5)
+    return micro_batches(
+        dataset,
+        consumed_samples=step * problem.global_batch_size,
+        global_batch_size=problem.global_batch_size,
+        share=share,
+        collate=collate,
     )
 
 
