@@ -1,11 +1,10 @@
 """Fine-tuning of a GPT: a pretraining run that starts from a trained model, whole or with adapters."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from megatronish.commands import pretrain
-from megatronish.config.settings import read_command_line, read_file
-from megatronish.config.shipped import config_path
+from megatronish.config.settings import read_command_line
+from megatronish.config.shipped import fields_given
 from megatronish.core.errors import UserError
 
 RUN_DIR = "runs/finetune_gpt"
@@ -33,11 +32,7 @@ def refuse_without_model(argv: Sequence[str]) -> None:
     Reading them says what else is wrong.
     """
     line = read_command_line(argv)
-    settings = [*line.flags.settings, *line.flags.yielding]
-    if line.config_file is not None:
-        with suppress(OSError, ValueError):  # reading the config says so
-            settings += read_file(config_path(line.config_file)).settings
-    given = {setting.field for setting in settings}
+    given = fields_given(line)
     if not line.wants_help and not given & {"load", "load_hf", "hidden_size", "mock_data"}:
         raise UserError(
             "finetune has no model to start from; name one with --load RUN (a run folder), or with --load-hf FOLDER "

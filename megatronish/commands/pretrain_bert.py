@@ -1,11 +1,10 @@
 """Pretraining of a BERT: a pretraining run of masked tokens on pairs of sentences."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from megatronish.commands import pretrain
-from megatronish.config.settings import read_command_line, read_file
-from megatronish.config.shipped import config_path
+from megatronish.config.settings import read_command_line
+from megatronish.config.shipped import fields_given
 
 RUN_DIR = "runs/pretrain_bert"
 """Folder of a run that neither names one nor has a config file."""
@@ -21,11 +20,7 @@ def main(argv: Sequence[str], *, program: str = "megatronish pretrain-bert") -> 
 def with_bert(argv: Sequence[str]) -> list[str]:
     """The command line with what makes the model a BERT, in front of it."""
     line = read_command_line(argv)
-    settings = [*line.flags.settings, *line.flags.yielding]
-    if line.config_file is not None:
-        with suppress(OSError, ValueError):  # reading the config says so
-            settings += read_file(config_path(line.config_file)).settings
-    given = {setting.field for setting in settings}
+    given = fields_given(line)
     flags = [word for name, value in SETTINGS.items() if name not in given for word in (_flag(name), value)]
     if line.config_file is None and "run_dir" not in given:
         flags += [_flag("run_dir"), RUN_DIR]

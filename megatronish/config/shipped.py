@@ -4,7 +4,10 @@ The files are those of configs/ in a checkout; setup.py puts a copy into the ins
 """
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
+
+from megatronish.config.settings import CommandLine, read_file
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = (PACKAGE / "configs", PACKAGE.parent / "configs")
@@ -63,3 +66,12 @@ def config_path(given: str) -> Path:
     """The file that `--config` names: that path, or the shipped config of this name where no such file exists."""
     path = Path(given)
     return path if path.is_file() else shipped_configs().get(given.removesuffix(".toml"), path)
+
+
+def fields_given(line: CommandLine) -> set[str]:
+    """Fields that the flags of a command line set, or its config file; what cannot be read is told by its reader."""
+    settings = [*line.flags.settings, *line.flags.yielding]
+    if line.config_file is not None:
+        with suppress(OSError, ValueError):
+            settings += read_file(config_path(line.config_file)).settings
+    return {setting.field for setting in settings}
