@@ -55,11 +55,11 @@ test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, i
 test-stores: $(STORES_READY) ## checkpoints against a server of S3, and Ray Train, in an environment of their own
 	$(STORES_VENV)/bin/python -m pytest tests/checkpoint/test_object_storage.py tests/launch/test_ray_train.py
 
-check: $(READY) ## format, lint, types and layering
+check: $(READY) ## format, lint, types, layering and the words of docs and code
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest tests/test_layering.py
+	$(RUN) -m pytest --numprocesses $(WORKERS) tests/test_layering.py tests/docs/test_words.py tests/docs/test_docs.py
 
 package: $(READY) ## build the sdist and the wheel, and try both in a fresh environment
 	$(RUN) .ci/try_package.py

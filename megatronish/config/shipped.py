@@ -69,7 +69,7 @@ def config_path(given: str) -> Path:
 
 
 def fields_given(line: CommandLine) -> set[str]:
-    """Fields that the flags of a command line set, or its config file; what cannot be read is told by its reader."""
+    """Fields that the flags of a command line set, or its config file; what cannot be read is for its reader to say."""
     settings = [*line.flags.settings, *line.flags.yielding]
     if line.config_file is not None:
         with suppress(OSError, ValueError):
