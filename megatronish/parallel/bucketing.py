@@ -47,8 +47,11 @@ CODE_BLOCK = 128
 """Elements that share a scale where they are sent as codes; a multiple of 2, as a byte has two codes of 4 bits."""
 MOST_MOVED = 2**22
 """Elements that are exchanged together, or nearly twice as many: the device has little room after a step."""
-BYTES_OF_BLOCK = {"int8": CODE_BLOCK + 4, "int4": CODE_BLOCK // 2 + 4}
-"""Bytes of the codes of a block and of its scale."""
+
+
+def bytes_of_block(dtype: str, size: int = CODE_BLOCK) -> int:
+    """Bytes of the codes of a block of so many elements, and of its scale."""
+    return (size // 2 if dtype == "int4" else size) + 4
 
 
 class MovedPart(NamedTuple):

@@ -20,7 +20,7 @@ from megatronish.estimate.costs.outer_traffic import outer_traffic
 from megatronish.launch.place import Place
 from megatronish.optim.outer import CODE_BLOCK, OuterOptimizer, OuterSettings
 from megatronish.parallel.block_codes import LARGEST_CODE, decoded, encoded
-from megatronish.parallel.bucketing import BYTES_OF_BLOCK
+from megatronish.parallel.bucketing import bytes_of_block
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stages import stage_loads
 from megatronish.parallel.sharding import Sharding
@@ -99,7 +99,7 @@ def test_codes_are_a_quarter_and_an_eighth_of_the_bytes() -> None:
     for dtype, part in (("int8", 0.25), ("int4", 0.125)):
         sent = encoded(block, dtype)
         assert sent.dtype == torch.uint8
-        assert sent.nbytes == BYTES_OF_BLOCK[dtype] < 1.07 * part * block.nbytes
+        assert sent.nbytes == bytes_of_block(dtype) < 1.07 * part * block.nbytes
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

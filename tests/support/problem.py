@@ -50,6 +50,8 @@ class Problem:
     seed: int = SEED
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """With adapters they alone learn."""
+    weight_block: int | None = None
+    """Elements of the blocks of codes that it computes with (qwZ)."""
 
     @property
     def clip(self) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatronish.config.config import Config
 from megatronish.config.sections.optimizer import OptimizerConfig
+from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.masked import MaskedCollator
@@ -200,7 +201,7 @@ def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatc
 def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConfig) -> Engine:
     config = Config(
         model=problem.model,
-        parallel=spread.parallel,
+        parallel=parallel_of(problem, spread),
         recompute=spread.recompute,
         training=TrainingConfig(
             seq_length=problem.seq_length,
@@ -225,6 +226,13 @@ def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConf
         draw_base(engine, seed=problem.seed)
         draw_adapters(engine)
     return engine
+
+
+def parallel_of(problem: Problem, spread: Spread) -> ParallelConfig:
+    """The spread, with the codes that belong to the problem: one process computes with them, too."""
+    if problem.weight_block is None:
+        return spread.parallel
+    return replace(spread.parallel, zero_quantized_weights="int8", zero_quantized_weights_block=problem.weight_block)
 
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:

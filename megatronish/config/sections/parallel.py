@@ -78,6 +78,10 @@ class ParallelConfig:
     """hpZ: so many neighbouring ranks keep what ZeRO-3 has gathered, so that a step gathers it over all ranks once."""
     zero_quantized_gradients: Literal["int8", "int4"] | None = None
     """qgZ: gradients of matrices are sent as codes with a scale for 128 of them, and summed in fp32 (ZeRO 1 to 3)."""
+    zero_quantized_weights: Literal["int8"] | None = None
+    """qwZ: masters are sent as codes, and the model computes with matrices rounded to them, in every layout."""
+    zero_quantized_weights_block: Annotated[int, at_least(8), at_most(4096)] = 128
+    """Elements of a row that share a scale there; a multiple of 8 that divides every row on every rank."""
     overlap_param_gather: bool = True
     """Gather updated parameters while the next forward computes."""
     optimizer_cpu_offload: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from megatronish.config.config import Config
 from megatronish.estimate.costs.state_traffic import StateTraffic
 from megatronish.estimate.costs.step_traffic import TrafficKey
-from megatronish.parallel.bucketing import BYTES_OF_BLOCK, moves_together, num_code_blocks, offsets, rounded_up
+from megatronish.parallel.bucketing import bytes_of_block, moves_together, num_code_blocks, offsets, rounded_up
 from megatronish.parallel.schedules.live_activations import StageLoad
 
 FP32 = 4
@@ -32,7 +32,7 @@ def outer_traffic(
             if dtype == "fp32":
                 sent[TrafficKey("islands", "all-reduce")] += FP32 * sum(together)
                 continue
-            size = num_code_blocks(together, islands=islands) * BYTES_OF_BLOCK[dtype]
+            size = num_code_blocks(together, islands=islands) * bytes_of_block(dtype)
             sent[TrafficKey("islands", "all-to-all")] += size
             sent[TrafficKey("islands", "all-gather")] += size
     return sent

@@ -18,9 +18,9 @@ from megatronish.estimate.costs.layer_kind_memory import LayerKind
 from megatronish.estimate.costs.stage_parameters import Source, StageParameter, stage_parameters
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
 from megatronish.parallel.bucketing import (
-    BYTES_OF_BLOCK,
     CODE_BLOCK,
     RoundSize,
+    bytes_of_block,
     cut_into_buckets,
     padded_size,
     round_sizes,
@@ -204,7 +204,7 @@ class StateTraffic(StepTraffic):
 
     def coded_bytes(self, size: int) -> int:
         """Bytes of the codes of so many elements, whole blocks, and of their scales."""
-        return size // CODE_BLOCK * BYTES_OF_BLOCK[self.config.parallel.zero_quantized_gradients or "int8"]
+        return size // CODE_BLOCK * bytes_of_block(self.config.parallel.zero_quantized_gradients or "int8")
 
     def sums_over(self, parameter: StageParameter) -> tuple[str, ...]:
         """Axes over which a gradient is summed besides its data ranks."""

@@ -17,7 +17,7 @@ from megatronish.estimate.planner.devices import Device
 from megatronish.estimate.planner.layer_time import NOTHING, Brief, LayerClock, Passes
 from megatronish.estimate.planner.pipeline_time import PipelineSeconds, StageTimes, pipeline_seconds
 from megatronish.estimate.planner.workload import StageLayers, Workload
-from megatronish.parallel.bucketing import BYTES_OF_BLOCK, CODE_BLOCK
+from megatronish.parallel.bucketing import CODE_BLOCK, bytes_of_block
 from megatronish.parallel.schedules.table import SCHEDULES
 
 NO_SECONDS = (0.0,) * len(Brief._fields)
@@ -218,7 +218,7 @@ class StepClock:
         once = each = 0.0
         all_of, learned = stages.largest_parameters(mesh), stages.largest_parameters(mesh, learned=True)
         wanted = work.gradient_bytes if zero < 3 else 4
-        sent = BYTES_OF_BLOCK[work.codes] / CODE_BLOCK if work.codes is not None and zero else wanted
+        sent = bytes_of_block(work.codes) / CODE_BLOCK if work.codes is not None and zero else wanted
         ranks_of = ((mesh.cp * mesh.dp, mesh.tp), (mesh.edp, mesh.ep * mesh.etp))
         for whole, count, (ranks, apart) in zip(all_of, learned, ranks_of, strict=True):
             if whole == 0 or ranks == 1:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatronish.parallel import comm
 from megatronish.parallel.block_codes import add_decoded, encode
-from megatronish.parallel.bucketing import BYTES_OF_BLOCK, CODE_BLOCK, rounded_up
+from megatronish.parallel.bucketing import CODE_BLOCK, bytes_of_block, rounded_up
 from megatronish.parallel.mesh import Axis
 
 
@@ -34,7 +34,7 @@ class PendingSum:
 
     def wait(self) -> Sequence[Tensor]:
         """[s] each: the sums of this rank's parts, in fp32."""
-        arrived = self._pending.wait().view(self._axis.size, -1, BYTES_OF_BLOCK[self._dtype])
+        arrived = self._pending.wait().view(self._axis.size, -1, bytes_of_block(self._dtype))
         first = 0
         for own in self._own:
             mine = _blocks(own)
@@ -55,7 +55,7 @@ def start_coded_sum(parts: Sequence[Tensor], axis: Axis, dtype: str, *, own: Seq
     `own` are this rank's rows, [s] each, which the sums overwrite. Each row has blocks of its own.
     """
     blocks = [rounded_up(part.shape[1], CODE_BLOCK) // CODE_BLOCK for part in parts]
-    codes = torch.empty(axis.size, sum(blocks), BYTES_OF_BLOCK[dtype], dtype=torch.uint8, device=parts[0].device)
+    codes = torch.empty(axis.size, sum(blocks), bytes_of_block(dtype), dtype=torch.uint8, device=parts[0].device)
     for part, columns in zip(parts, codes.split(blocks, dim=1), strict=True):
         for row, into in zip(part, columns, strict=True):
             encode(_blocks(row), dtype, into)

@@ -116,7 +116,8 @@ class DataParallelSettings:
     """What a config says of the data ranks.
 
     `dtype` is that of the model, `reduce_as` the form of gradients on their way: codes (coded_sums.py) are for those of
-    matrices, and the others are in fp32. `bucket_size` counts elements.
+    matrices, and the others are in fp32. Matrices are used and sent as codes (coded_weights.py) in blocks of
+    `weight_block` elements, if that is given. `bucket_size` counts elements.
     """
 
     zero_stage: int = 0
@@ -126,6 +127,7 @@ class DataParallelSettings:
     overlap_reduce: bool = True
     overlap_gather: bool = True
     offload: Offload = Offload()
+    weight_block: int | None = None
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -153,4 +155,5 @@ class DataParallelSettings:
             overlap_reduce=parallel.overlap_grad_reduce,
             overlap_gather=parallel.overlap_param_gather,
             offload=Offload.of(parallel),
+            weight_block=parallel.zero_quantized_weights_block if parallel.zero_quantized_weights else None,
         )

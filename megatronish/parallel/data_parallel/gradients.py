@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +65,9 @@ class Segment(NamedTuple):
 class BucketPlan:
     """Parameters that lie side by side: of `sizes` elements from `offsets` on, in `size` elements with all padding.
 
-    `sharding` is that of one of them; that of any other has the same `sums_over` and `is_counted`.
+    `sharding` is that of one of them; that of any other has the same `sums_over` and `is_counted`. With `coded` their
+    gradients are sent as codes (qgZ), and with `weight_block` they are, in such blocks (qwZ): all are matrices then.
     """
-
-    coded: ClassVar[bool] = False
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -77,6 +76,8 @@ class BucketPlan:
     sources: frozenset[Source]
     domain: Domain
     sharding: Sharding
+    coded: bool = False
+    weight_block: int | None = None
 
     @property
     def sums_over(self) -> tuple[Axis, ...]:
@@ -115,12 +116,6 @@ class BucketPlan:
         return segments
 
 
-class CodedPlan(BucketPlan):
-    """Plan of matrices whose gradients are sent as codes: each begins with a block of its own, as does each part."""
-
-    coded = True
-
-
 class _Kinds(NamedTuple):
     """What parameters of one bucket have in common. With `by_codes` gradients of matrices may be sent as codes."""
 
@@ -128,13 +123,18 @@ class _Kinds(NamedTuple):
     shardings: Mapping[str, Sharding]
     domains: Mapping[str, Domain]
     by_codes: bool
+    weight_block: int | None
 
     def is_coded(self, name: str) -> bool:
         """Whether a gradient is sent as codes: of a matrix that data ranks share."""
         sharding = self.shardings[name]
         return self.by_codes and not sharding.is_vector and self.domains[sharding.domain].shard.size > 1
 
-    def of(self, name: str) -> tuple[str, int, bool, list[str], bool, list[str], str, bool]:
+    def block_of(self, name: str) -> int | None:
+        """Elements of the blocks in which a matrix is sent and used, if it is one of codes."""
+        return None if self.shardings[name].is_vector else self.weight_block
+
+    def of(self, name: str) -> tuple[str, int, bool, list[str], bool, list[str], str, bool, bool]:
         """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
         sharding, parameter = self.shardings[name], self.parameters[name]
         integers = "" if parameter.is_floating_point() else str(parameter.dtype)
@@ -142,7 +142,8 @@ class _Kinds(NamedTuple):
         place, is_tied = list(self.domains).index(domain.name), sharding.tied and domain.embedding.size > 1
         partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
         cut_axes, alone = sorted(sharding.cut_axes), name if is_tied else ""
-        return integers, place, is_tied, partial_over, not sharding.cuts, cut_axes, alone, self.is_coded(name)
+        codes = self.is_coded(name), self.block_of(name) is not None
+        return integers, place, is_tied, partial_over, not sharding.cuts, cut_axes, alone, *codes
 
 
 def plan_buckets(
@@ -154,6 +155,7 @@ def plan_buckets(
     alignment: int,
     sources: Mapping[str, frozenset[Source]],
     by_codes: bool = False,
+    weight_block: int | None = None,
 ) -> list[BucketPlan]:
     """Buckets of about `bucket_size` elements, in the reverse of the model's order: about that of a backward.
 
@@ -162,9 +164,9 @@ def plan_buckets(
     buckets, and on each of them its gradient comes from other actions. Large buckets serve the exchange of data ranks.
     Without it, those on a CPU are smaller: gradients take memory from the heap while activations are given back piece
     by piece, and small ones fit into holes. With `by_codes` gradients of matrices that data ranks share are sent as
-    codes: no vector is in a bucket with them.
+    codes, with `weight_block` the matrices are: no vector is in a bucket with them, and each begins with a block.
     """
-    kinds = _Kinds(parameters, shardings, domains, by_codes)
+    kinds = _Kinds(parameters, shardings, domains, by_codes, weight_block)
     plans = []
     last_first = list(parameters)[::-1]
     for _, of_kind in groupby(sorted(last_first, key=kinds.of), key=kinds.of):
@@ -175,14 +177,14 @@ def plan_buckets(
             domain, first = domains[shardings[of_sources[0]].domain], parameters[of_sources[0]]
             is_alone = domain.shard.size * domain.replicate.size == 1 and first.device.type == "cpu"
             most = min(bucket_size, MOST_ALONE) if is_alone else bucket_size
-            coded = kinds.is_coded(of_sources[0])
-            multiple, make = (math.lcm(alignment, CODE_BLOCK), CodedPlan) if coded else (alignment, BucketPlan)
+            coded, block = kinds.is_coded(of_sources[0]), kinds.block_of(of_sources[0])
+            multiple = math.lcm(alignment, CODE_BLOCK if coded else 1, block or 1)
             for part in cut_into_buckets([parameters[name].numel() for name in of_sources], most):
                 names = tuple(of_sources[number] for number in part)
                 sharding = shardings[names[0]]
                 sizes = tuple(parameters[name].numel() for name in names)
                 plans.append(
-                    make(
+                    BucketPlan(
                         names=names,
                         sizes=sizes,
                         offsets=tuple(offsets(sizes, multiple))[:-1],
@@ -190,6 +192,8 @@ def plan_buckets(
                         sources=sources_of,
                         domain=domain,
                         sharding=sharding,
+                        coded=coded,
+                        weight_block=block,
                     )
                 )
     return plans

@@ -20,10 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from megatronish.core.errors import RunError
+from megatronish.parallel import comm
+from megatronish.parallel.block_codes import decode, encoded
 from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
+from megatronish.parallel.data_parallel.coded_weights import WEIGHT_CODES, round_weights
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.mesh import Axis, Domain
 from megatronish.parallel.sharding import HasShardings
@@ -43,6 +47,67 @@ class CountedAllGather(DefaultAllGather):
         """[s] -> [size * s], as torch does it."""
         _count(self._axes, "all_gather", input_tensor, group)
         return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
+
+
+class CodedAllGather(CountedAllGather):
+    """All-gather of a unit's parameters for torch's `fully_shard`: of matrices as codes (qwZ), of the rest as they are.
+
+    Over any other axis than the first goes what was gathered before, as it is (hpZ).
+    """
+
+    def __init__(self, axis: Axis, secondary: Axis, block: int, unit: FSDPModule) -> None:
+        super().__init__(axis, secondary)
+        self._axis, self._block = axis, block
+        parameters = [parameter for group in _groups_of(unit) for parameter in group.fsdp_params]
+        self._parts = [_part_of(parameter) for parameter in parameters]
+        self._matrices = [each for each, part in zip(parameters, self._parts, strict=True) if part.is_matrix]
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
+    ) -> Any:
+        """[s] -> [n * s]: in each of n rows the parts of the parameters follow each other."""
+        if self._axis.group is None or self._axis.group.group_name != group.group_name:
+            return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
+        sizes = [part.size for part in self._parts]
+        rows, columns = input_tensor.split(sizes), output_tensor.view(self._axis.size, -1).split(sizes, dim=1)
+        vectors = [number for number, part in enumerate(self._parts) if not part.is_matrix]
+        if vectors:
+            sent = torch.cat([rows[number] for number in vectors])
+            whole = sent.new_empty(self._axis.size, len(sent))
+            super().__call__(whole.view(-1), sent, group)
+            for number, arrived in zip(vectors, whole.split([sizes[number] for number in vectors], 1), strict=True):
+                columns[number].copy_(arrived)
+        if self._matrices:
+            self._gather_codes([each for each, part in zip(columns, self._parts, strict=True) if part.is_matrix])
+        return None
+
+    def _gather_codes(self, into: Sequence[Tensor]) -> None:
+        """Write all rows of the matrices, [n, s] each, as their codes say."""
+        # Codes of the rows themselves, in fp32: what torch hands over may be rounded to 16 bits.
+        masters = [matrix._sharded_param_data.view(-1, self._block) for matrix in self._matrices]
+        codes = torch.cat([encoded(each, WEIGHT_CODES).to(into[0].device) for each in masters])
+        arrived = comm.start_all_gather(codes, self._axis).wait().view(self._axis.size, *codes.shape)
+        for whole, of_ranks in zip(into, arrived.split([len(each) for each in masters], dim=1), strict=True):
+            for row, of_rank in zip(whole, of_ranks, strict=True):
+                decode(of_rank, WEIGHT_CODES, row.view(-1, self._block))
+
+
+class RoundedGroup(FSDPParamGroup):
+    """What torch has of a unit that no other rank shares: its matrices are rounded where they are needed (qwZ)."""
+
+    block: int
+
+    def wait_for_unshard(self) -> None:
+        """The unit is needed now. Torch copies what it would gather, in the precision of the run."""
+        if self._all_gather_result is None:
+            return
+        super().wait_for_unshard()
+        for parameter in self.fsdp_params:
+            if _part_of(parameter).is_matrix:
+                whole = parameter.all_gather_outputs[0]
+                # Torch copies so, too: what autograd has saved of the unit is gathered again in its place.
+                with torch.autograd._unsafe_preserve_version_counter(whole):
+                    round_weights(parameter._sharded_param_data, self.block, into=whole)
 
 
 class CountedReduceScatter(DefaultReduceScatter):
@@ -105,14 +170,15 @@ class CodedReduceScatter(CountedReduceScatter):
 
 def parts_of(unit: FSDPModule) -> list[UnitPart]:
     """The parameters of a unit that learn, in the order in which torch reduces their gradients."""
-    found = []
-    for parameter in (each for group in _groups_of(unit) for each in group.fsdp_params):
-        module, name = parameter._module_info.module, parameter._module_info.param_name
-        assert isinstance(module, HasShardings)
-        if parameter.sharded_param.requires_grad:
-            is_vector = module.shardings()[name].is_vector
-            found.append(UnitPart(parameter.padded_sharded_param_size.numel(), not is_vector))
-    return found
+    parameters = (parameter for group in _groups_of(unit) for parameter in group.fsdp_params)
+    return [_part_of(parameter) for parameter in parameters if parameter.sharded_param.requires_grad]
+
+
+def _part_of(parameter: FSDPParam) -> UnitPart:
+    module, name = parameter._module_info.module, parameter._module_info.param_name
+    assert isinstance(module, HasShardings)
+    is_vector = module.shardings()[name].is_vector
+    return UnitPart(parameter.padded_sharded_param_size.numel(), not is_vector)
 
 
 def _count(axes: Sequence[Axis], operation: str, x: Tensor, group: ProcessGroup) -> None:
@@ -183,6 +249,19 @@ def _groups_of(unit: FSDPModule) -> Sequence[FSDPParamGroup]:
     return unit._get_fsdp_state()._fsdp_param_groups
 
 
+def _gather_by(unit: FSDPModule, domain: Domain, block: int | None) -> None:
+    """From now on a unit's parameters are gathered so: as they are, or matrices as codes in such blocks."""
+    if block is None:
+        unit.set_custom_all_gather(CountedAllGather(domain.shard, domain.secondary))
+    elif domain.shard.size > 1:
+        unit.set_custom_all_gather(CodedAllGather(domain.shard, domain.secondary, block, unit))
+    else:
+        for group in _groups_of(unit):
+            group.__class__ = RoundedGroup
+            assert isinstance(group, RoundedGroup)
+            group.block = block
+
+
 def make_units(
     modules: Sequence[nn.Module], domain: Domain, settings: DataParallelSettings, keeping: Keeping
 ) -> list[FSDPModule]:
@@ -203,7 +282,7 @@ def make_units(
     for unit in units:
         unit.set_gradient_divide_factor(1)
         unit.set_force_sum_reduction_for_comms(True)
-        unit.set_custom_all_gather(CountedAllGather(domain.shard, domain.secondary))
+        _gather_by(unit, domain, settings.weight_block)
         if settings.codes is not None and domain.shard.size > 1:
             unit.set_custom_reduce_scatter(CodedReduceScatter(domain.shard, settings.codes, parts_of(unit)))
         else:

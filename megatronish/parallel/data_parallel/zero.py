@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.parallel import comm
+from megatronish.parallel.data_parallel.coded_weights import PendingWeights, round_weights, start_coded_gather
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.data_parallel.gradients import BucketPlan, GradientBuckets, Source, plan_buckets
 from megatronish.parallel.disk import DiskFile, copy_between
@@ -53,7 +54,7 @@ class FlatParameters:
         self.plans, self._num_learning = (*plans, *frozen), len(plans)
         self.flats, self._masters = list[Tensor](), list[BucketMasters]()
         shards: dict[str, Shard] = {}
-        self._gathering: dict[int, comm.Pending] = {}
+        self._gathering: dict[int, comm.Pending | PendingWeights] = {}
         self._bucket_of: dict[str, int] = {}
         offloaded = _offloaded(plans, parameters, settings)
         for number, plan in enumerate(self.plans):
@@ -61,13 +62,19 @@ class FlatParameters:
             # those of what is frozen as they are drawn. Integers are a stored form (quantised weights), for a loader.
             first = parameters[plan.names[0]]
             learns = number < self._num_learning
-            apart = learns and (settings.dtype != torch.float32 or settings.offload.masters_on is not None)
+            block = plan.weight_block
+            apart = learns and (
+                settings.dtype != torch.float32 or settings.offload.masters_on is not None or block is not None
+            )
             dtype = settings.dtype if first.is_floating_point() else first.dtype
             values = torch.zeros(plan.size, dtype=torch.float32 if apart else dtype, device=first.device)
             if seed is not None:
                 for name, view in plan.views(values, parameters).items():
                     fill_zeros(view, shardings[name], plan.domain, names=(seed, "init", name))
             flat = values.to(dtype)
+            if block is not None:
+                flat = flat if flat is not values else torch.empty_like(values)
+                round_weights(values, block, into=flat)
             if not apart:
                 masters = BucketMasters.whole(plan, plan.part(flat), is_apart=False)
             elif offloaded:
@@ -92,8 +99,14 @@ class FlatParameters:
         """Round the masters into the model, on every rank; where they were loaded, the `frozen` parameters too."""
         for number in reversed(range(len(self.plans) if frozen else self._num_learning)):
             plan, flat = self.plans[number], self.flats[number]
+            masters = self._masters[number]
+            if plan.weight_block is not None:
+                values = masters.joined(plan.part_size, flat.device)
+                gather = start_coded_gather(values, plan.domain.shard, plan.weight_block, into=flat)
+                self._gathering[number] = gather
+                continue
             part = plan.part(flat)
-            copy_between(self._masters[number].beside(part))
+            copy_between(masters.beside(part))
             self._gathering[number] = comm.start_all_gather(part, plan.domain.shard, into=flat)
         # Masters that are parts of the buffers may be written next, as by the load of adapters after that of the base:
         # what is still on its way would bring back their old values.
@@ -141,6 +154,14 @@ class BucketMasters(NamedTuple):
         forms = [Form((segment.stop - segment.start,), torch.float32) for segment in segments.values()]
         of = dict(zip(segments, disk.zeros(forms), strict=True))
         return cls(of, [(segment.at, of[name]) for name, segment in segments.items()])
+
+    def joined(self, size: int, device: torch.device) -> Tensor:
+        """fp32 [size]: all of them, where the model computes; a copy unless they are there as one tensor."""
+        if len(self.wholes) == 1 and (whole := self.wholes[0][1]).device == device and len(whole) == size:
+            return whole
+        values = torch.zeros(size, device=device)
+        copy_between(self.beside(values))
+        return values
 
     def beside(self, part: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pairs of what is in the part and the master of it."""
@@ -191,6 +212,7 @@ class Zero:
                 alignment=settings.alignment if some is learning else 16,  # int8 has one byte
                 sources=sources,
                 by_codes=settings.codes is not None and some is learning,
+                weight_block=settings.weight_block if some is learning else None,
             )
             for some in (learning, resting)
         )

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatronish.estimate.costs.traffic import expected_traffic
 from megatronish.launch.place import Place
 from megatronish.parallel.block_codes import LARGEST_CODE, add_decoded, encode
-from megatronish.parallel.bucketing import BYTES_OF_BLOCK, CODE_BLOCK
+from megatronish.parallel.bucketing import CODE_BLOCK, bytes_of_block
 from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
 from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.pipeline.stages import Stages
@@ -28,7 +28,7 @@ def test_what_is_read_back_is_off_by_half_a_scale_at_most(dtype: str) -> None:
     torch.manual_seed(0)
     blocks = torch.randn(20_000, CODE_BLOCK) * torch.logspace(-12, 3, 20_000).unsqueeze(1)  # in several pieces
     blocks[5] = 0.0
-    sent, back = torch.empty(20_000, BYTES_OF_BLOCK[dtype], dtype=torch.uint8), torch.zeros_like(blocks)
+    sent, back = torch.empty(20_000, bytes_of_block(dtype), dtype=torch.uint8), torch.zeros_like(blocks)
     encode(blocks, dtype, sent)
     add_decoded(sent, dtype, back)
     scale = blocks.abs().amax(1, keepdim=True) / LARGEST_CODE[dtype]
