@@ -44,6 +44,7 @@ from megatronish.objectives.table import objective_of
 from megatronish.optim.loss_scale import LossSpikes, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
 from megatronish.optim.outer import OuterOptimizer, OuterSettings
+from megatronish.parallel.data_parallel.coded_weights import refuse_odd_rows
 from megatronish.parallel.data_parallel.data_parallel import DataParallel, DataParallelSettings
 from megatronish.parallel.data_parallel.fully_sharded import FullySharded
 from megatronish.parallel.data_parallel.zero import Zero
@@ -257,6 +258,8 @@ def make_data_parallel(
     With `gives_back` gradients have no memory during a step's first forward: not for CUDA graphs, of fixed addresses.
     """
     model = stage.model
+    if settings.weight_block is not None:
+        refuse_odd_rows(dict(model.named_parameters()), stage.shardings, settings.weight_block)
     data_parallel: DataParallel
     if settings.zero_stage == 3:
         chunks = [[model.layers[str(layer)] for layer in chunk.layers] for chunk in model.chunks]

@@ -117,9 +117,10 @@ def reduce_sums(
     sums_of_objective = dict(zip(objective, next(pieces).tolist(), strict=True))
     sums_of_model = {name: next(pieces).view(shape) for name, shape in model.items()}
     sums_of_votes = dict(zip(votes, next(pieces).tolist(), strict=True))
-    *of_islands, (own_norm,) = map(Tensor.tolist, pieces)
-    weights, norms = of_islands[0] if of_islands else (weight, own_norm)
-    return StepSums(sums_of_objective, sums_of_model, sums_of_votes, int(weights), own_norm, norms / mesh.islands.size)
+    weights, norms = next(pieces).tolist() if mesh.islands.size > 1 else (weight, None)
+    (own_norm,) = next(pieces).tolist()
+    mean_norm = own_norm if norms is None else norms / mesh.islands.size
+    return StepSums(sums_of_objective, sums_of_model, sums_of_votes, int(weights), own_norm, mean_norm)
 
 
 class UpdateRule(NamedTuple):

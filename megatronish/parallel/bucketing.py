@@ -45,6 +45,8 @@ def cut_into_buckets(sizes: Sequence[int], bucket_size: int) -> Iterator[range]:
 
 CODE_BLOCK = 128
 """Elements that share a scale where they are sent as codes; a multiple of 2, as a byte has two codes of 4 bits."""
+WEIGHT_CODES = "int8"
+"""The codes of weights (qwZ), in blocks of a size of their own."""
 MOST_MOVED = 2**22
 """Elements that are exchanged together, or nearly twice as many: the device has little room after a step."""
 

@@ -76,16 +76,16 @@ def test_neighbours_of_hpz_are_ours_under_stage_3() -> None:
         read(3, [8])
 
 
-def test_gradients_of_qgz_are_codes_of_4_bits_under_stage_3() -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("zero_quantized_gradients", "int4"), ("zero_quantized_weights", "int8")])
+def test_codes_of_zero_plus_plus_are_ours_under_stage_3(name: str, dtype: str) -> None:
     def read(stage: int, value: Any) -> tuple[Any, str | None]:
-        found = from_deepspeed({"zero_optimization": {"stage": stage, "zero_quantized_gradients": value}})
-        name = "zero_quantized_gradients"
+        found = from_deepspeed({"zero_optimization": {"stage": stage, name: value}})
         return found.settings.get(name), found.left_out.get(f"zero_optimization.{name}")
 
-    assert read(3, True) == ("int4", None)
+    assert read(3, True) == (dtype, None)
     assert read(3, False) == (None, None)
     assert read(2, True) == (None, "it is for stage 3")
-    with pytest.raises(UserError, match=r"zero_optimization.zero_quantized_gradients=yes must be true or false"):
+    with pytest.raises(UserError, match=rf"zero_optimization.{name}=yes must be true or false"):
         read(3, "yes")
 
 

@@ -38,6 +38,7 @@ OTHERS: list[dict[str, Any]] = [
     {"num_experts": 8, "zero_stage": 3, "data_parallel_size": 8, "zero_hpz_partition_size": 2},
     {"zero_stage": 3, "data_parallel_size": 8, "zero_hpz_partition_size": 3},
     {"zero_stage": 2, "zero_quantized_gradients": "int8"},
+    {"zero_quantized_weights": "int8", "objective": "dpo", "load_hf": "b", "train_data_path": ("a",)},
     {"outer_optimizer": "nesterov", "num_experts": 8, "num_distributed_optimizer_instances": 2},
     {"outer_lr": 0.5},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},

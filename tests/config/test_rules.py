@@ -118,6 +118,18 @@ from megatronish.config.fields import FIELDS
             r"^zero_quantized_gradients=int4 sends codes, and grad_reduce_in_bf16=true sends bf16; leave one",
         ),
         (
+            "--zero-quantized-weights-block 64",
+            r"^zero_quantized_weights_block=64 is of weights as codes, .*; add --zero-quantized-weights int8, or leave",
+        ),
+        (
+            "--zero-quantized-weights int8 --zero-quantized-weights-block 20",
+            r"^zero_quantized_weights_block=20 must be a multiple of 8, .*; use --zero-quantized-weights-block 16",
+        ),
+        (
+            "--zero-quantized-weights int8 --adapter-type lora --load base",
+            r"^zero_quantized_weights=int8 rounds what learns, and adapter_type=lora .*; use --quantize-base int8",
+        ),
+        (
             "--dp 8 --zero-stage 2 --zero-hpz-partition-size 4",
             r"^zero_hpz_partition_size=4 ranks keep .*, and zero_stage=2 shares no parameters; add --zero-stage 3, or",
         ),

@@ -300,6 +300,17 @@ SINGLE = [
         num_layers=4,
         more_waits={"layers/dispatch.py": 4},
     ),
+    SingleCase("weights as codes", "llama", "--zero-quantized-weights int8"),
+    SingleCase(
+        *("weights of layers as codes", "llama", "--zero-quantized-weights int8 --zero-quantized-weights-block 64"),
+        "--zero-stage 3",
+        dp=4,
+    ),
+    SingleCase(
+        *("weights of experts as codes", "experts", "--zero-quantized-weights int8 --ddp-bucket-size 1000000"),
+        "--zero-stage 2 --ep 2 --etp 1",
+        dp=4,
+    ),
     SingleCase("gradients as codes", "llama", "--zero-quantized-gradients int8"),
     SingleCase(
         *("gradients of a backward as codes", "experts", "--zero-quantized-gradients int4 --ddp-bucket-size 1000000"),

@@ -27,6 +27,7 @@ DEEPSPEED: dict[str, Any] = {
         "reduce_bucket_size": 5e8,
         "stage3_max_live_parameters": 1e9,
         "zero_quantized_gradients": True,
+        "zero_quantized_weights": True,
     },
     "activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": False},
     "wall_clock_breakdown": False,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatronish.compat.importers.deepspeed_optimizer import EXACT, optimizer
+from megatronish.compat.importers.deepspeed_optimizer import optimizer
 from megatronish.compat.importers.deepspeed_scheduler import scheduler
 from megatronish.compat.importers.deepspeed_sparse import sparse_attention
 from megatronish.compat.importers.imported import (
@@ -187,7 +187,8 @@ def _autocast(found: Imported, values: Mapping[str, Any]) -> None:
 def _zero(found: Imported, values: Mapping[str, Any]) -> None:
     # Offloading has sections of its own, which name a device, and of NVMe a folder: here all of it has one folder.
     offload = {"offload_optimizer": "optimizer_cpu_offload", "offload_param": "param_cpu_offload"}
-    apply(found, {k: v for k, v in values.items() if k not in (*offload, HPZ, QGZ)}, ZERO, within="zero_optimization.")
+    others = {key: value for key, value in values.items() if key not in (*offload, HPZ, *CODES)}
+    apply(found, others, ZERO, within="zero_optimization.")
     for key, name in offload.items():
         device = text(section(values, key), "device", "none")
         if device in ("cpu", "nvme"):
@@ -207,14 +208,14 @@ def _zero(found: Imported, values: Mapping[str, Any]) -> None:
             found.key_of[HPZ] = f"zero_optimization.{HPZ}"
         else:
             found.leave_out(f"zero_optimization.{HPZ}", "it is for stage 3")
-    # DeepSpeed sends codes of 4 bits.
-    if values.get(QGZ) not in (None, False):
-        if not isinstance(values[QGZ], bool):
-            raise UserError(f"zero_optimization.{QGZ}={shown(values[QGZ])} must be true or false; correct the file")
-        if found.settings.get("zero_stage") == 3:
-            found.set(QGZ, "int4")
-        else:
-            found.leave_out(f"zero_optimization.{QGZ}", "it is for stage 3")
+    for key, dtype in CODES.items():
+        if values.get(key) not in (None, False):
+            if not isinstance(values[key], bool):
+                raise UserError(f"zero_optimization.{key}={shown(values[key])} must be true or false; correct the file")
+            if found.settings.get("zero_stage") == 3:
+                found.set(key, dtype)
+            else:
+                found.leave_out(f"zero_optimization.{key}", "it is for stage 3")
     # Stage 0 shares nothing, so there is no share to offload, and the rules of the config would refuse the flags.
     if not found.settings.get("zero_stage"):
         for name in (*offload.values(), "offload_folder"):
@@ -310,7 +311,9 @@ FP16: dict[str, Rule] = {
 
 FP16_DEFAULTS = {"loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1.0}
 
-HPZ, QGZ = "zero_hpz_partition_size", "zero_quantized_gradients"  # there and here
+HPZ = "zero_hpz_partition_size"  # there and here, as are:
+CODES = {"zero_quantized_gradients": "int4", "zero_quantized_weights": "int8"}
+"""Codes of ZeRO++ that DeepSpeed sends where these are true."""
 ZERO: dict[str, Rule] = {
     "stage": field("zero_stage"),
     "overlap_comm": field("overlap_grad_reduce"),
@@ -319,8 +322,7 @@ ZERO: dict[str, Rule] = {
     "cpu_offload_param": field("param_cpu_offload"),
     "stage3_gather_16bit_weights_on_model_save": dropped("tools/convert_checkpoint.py writes whole weights"),
     "gather_16bit_weights_on_model_save": dropped("tools/convert_checkpoint.py writes whole weights"),
-    "zero_quantized_weights": EXACT,
-    "zero_quantized_nontrainable_weights": EXACT,
+    "zero_quantized_nontrainable_weights": dropped("use --quantize-base int8, with adapters of a frozen base"),
     "mics_shard_size": dropped("use --num-distributed-optimizer-instances, the number of groups"),
     **dict.fromkeys(
         (

@@ -154,6 +154,36 @@ def _codes(config: Config) -> str | None:
     return None
 
 
+def _weights(config: Config) -> str | None:
+    """Complaint about weights that cannot be codes (qwZ)."""
+    parallel, block = config.parallel, config.parallel.zero_quantized_weights_block
+    setting = f"zero_quantized_weights={parallel.zero_quantized_weights}"
+    if parallel.zero_quantized_weights is None:
+        if block == FIELDS["zero_quantized_weights_block"].default:
+            return None
+        return (
+            f"zero_quantized_weights_block={block} is of weights as codes, and there are none; add "
+            "--zero-quantized-weights int8, or leave it out"
+        )
+    if block % 8:
+        nearest = max(8, block // 8 * 8)
+        return (
+            f"zero_quantized_weights_block={block} must be a multiple of 8, so that blocks begin where vector loads do"
+            f"; use --zero-quantized-weights-block {nearest}"
+        )
+    if config.adapter.is_used:
+        return (
+            f"{setting} rounds what learns, and adapter_type={config.adapter.adapter_type} learns few weights beside a "
+            "frozen base; use --quantize-base int8 for the base, or leave --zero-quantized-weights out"
+        )
+    if config.reference == "model":
+        return (
+            f"{setting} rounds the model that learns, and not the frozen one of reference=model: they would differ "
+            "from the first step on; use --reference stored, or leave --zero-quantized-weights out"
+        )
+    return None
+
+
 def _neighbours(config: Config) -> str | None:
     """Complaint about neighbours that cannot keep what ZeRO-3 has gathered (hpZ)."""
     parallel, number = config.parallel, config.parallel.zero_hpz_partition_size
@@ -259,6 +289,13 @@ ZERO_RULES = (
     ),
     ConfigRule((*_ZERO, *MESH, "num_distributed_optimizer_instances", "zero_hpz_partition_size"), _neighbours),
     ConfigRule((*_ZERO, "zero_quantized_gradients", "grad_reduce_in_bf16"), _codes),
+    ConfigRule(
+        (
+            *("zero_quantized_weights", "zero_quantized_weights_block", "adapter_type", "objective", "reference"),
+            *("load", "load_hf"),
+        ),
+        _weights,
+    ),
     ConfigRule((*_ZERO, "optimizer_cpu_offload", "param_cpu_offload"), _offload),
     ConfigRule(("offload_folder", "optimizer", "optimizer_cpu_offload", "param_cpu_offload"), _offload_folder),
 )

@@ -28,13 +28,17 @@ from megatronish.specs.costs import Count, sum_counts
 
 
 class ZeroSettings(NamedTuple):
-    """What ZeRO shares among how many ranks, and what of it waits in the CPU's memory, or `on_disk`."""
+    """What ZeRO shares among how many ranks, and what of it waits in the CPU's memory, or `on_disk`.
+
+    With `rounds_weights` the model computes with codes of the masters (qwZ), which are apart in fp32, too.
+    """
 
     stage: int = 0
     ranks: int = 1
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
     on_disk: bool = False
+    rounds_weights: bool = False
 
     @classmethod
     def of(cls, parallel: ParallelConfig, layout: Layout) -> "ZeroSettings":
@@ -45,6 +49,7 @@ class ZeroSettings(NamedTuple):
             offloads_optimizer=parallel.optimizer_cpu_offload or parallel.param_cpu_offload,
             offloads_parameters=parallel.param_cpu_offload,
             on_disk=parallel.offload_folder is not None,
+            rounds_weights=parallel.zero_quantized_weights is not None,
         )
 
     def of_experts(self, layout: Layout, grid: int) -> "ZeroSettings":
@@ -80,7 +85,8 @@ def model_state(count: int, num_moments: int, zero: ZeroSettings, *, element_byt
         return Memory(0, 0, 0, host=parameters + gradients + 4 * moments)
     if zero.offloads_optimizer:  # masters, and the gradients that they are stepped by
         return Memory(parameters, gradients, 0, host=(4 + 4) * share + 4 * moments)
-    masters = 4 * share if element_bytes < 4 and zero.stage < 3 else 0  # in fp32 they are the parameters, as in ZeRO-3
+    # In fp32 they are the parameters, as in ZeRO-3.
+    masters = 4 * share if zero.stage < 3 and (element_bytes < 4 or zero.rounds_weights) else 0
     return Memory(parameters, gradients, masters + 4 * moments)
 
 

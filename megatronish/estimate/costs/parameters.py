@@ -1,9 +1,10 @@
 """Numbers of parameters: of a model, of a pipeline stage by how tensor parallelism cuts them, and of adapters.
 
-And bytes of a quantised base (layers/nf4.py, layers/int8.py), with the layouts in which its blocks are whole.
+And bytes of a quantised base (layers/nf4.py, layers/int8.py). Layouts that would cut blocks of codes are refused.
 """
 
 from collections.abc import Sequence
+from math import gcd
 from typing import NamedTuple
 
 from megatronish.config.config import Config
@@ -150,13 +151,40 @@ def largest_dequantised(model: ModelConfig, layers: Sequence[int], *, tp: int, e
 
 def refuse_cut_blocks(config: Config) -> None:
     """UserError if a rank would hold a part of a block: results would depend on the layout."""
-    if config.adapter.quantize_base is None:
-        return
-    block = BLOCKS[config.adapter.quantize_base]
-    etp = config.parallel.expert_layout.etp
+    if config.adapter.quantize_base is not None:
+        _refuse_cut_base(config, BLOCKS[config.adapter.quantize_base])
+    if config.parallel.zero_quantized_weights is not None:
+        _refuse_cut_weights(config, config.parallel.zero_quantized_weights_block)
+
+
+def _ranks_of_rows(config: Config, section: LinearSection) -> int:
+    """Ranks that cut the inputs of a linear layer, which are the rows of its weight."""
+    if section.section not in ("o", "down"):
+        return 1
+    return config.parallel.expert_layout.etp if section.copies > 1 else config.layout.tp
+
+
+def _refuse_cut_weights(config: Config, block: int) -> None:
+    """UserError if --zero-quantized-weights would cut a block of codes."""
+    sections = linear_sections(config.model)
+    widths = {section: section.in_features // _ranks_of_rows(config, section) for section in sections}
+    for section, width in widths.items():
+        if width % block:
+            most = gcd(*widths.values())
+            fitting = [size for size in range(8, min(most, 128) + 1, 8) if most % size == 0]
+            remedy = f"use --zero-quantized-weights-block {fitting[-1]}, or leave" if fitting else "leave"
+            ranks = _ranks_of_rows(config, section)
+            given = f" on each of {ranks} ranks" if ranks > 1 else ""
+            raise UserError(
+                f"zero_quantized_weights_block={block} must divide every row of a matrix, and {section.name} has rows "
+                f"of {width}{given}; {remedy} --zero-quantized-weights out"
+            )
+
+
+def _refuse_cut_base(config: Config, block: int) -> None:
+    """UserError if --quantize-base would cut a block."""
     for section in linear_sections(config.model):
-        is_row, is_expert = section.section in ("o", "down"), section.copies > 1
-        ranks = 1 if not is_row else etp if is_expert else config.layout.tp
+        is_expert, ranks = section.copies > 1, _ranks_of_rows(config, section)
         if section.in_features % (block * ranks):
             flag = "--expert-tensor-parallel-size" if is_expert else "--tensor-model-parallel-size"
             fitting = [n for n in range(1, ranks) if ranks % n == 0 and section.in_features % (block * n) == 0]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple
 
 from megatronish.config.config import Config
@@ -19,6 +19,7 @@ from megatronish.estimate.costs.stage_parameters import Source, StageParameter, 
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
 from megatronish.parallel.bucketing import (
     CODE_BLOCK,
+    WEIGHT_CODES,
     RoundSize,
     bytes_of_block,
     cut_into_buckets,
@@ -102,7 +103,7 @@ class GradientBucket(NamedTuple):
     """Bucket: its parameters, its elements with all padding, where gradients come from and are summed besides.
 
     `in_transfer` are bytes that its reduction holds after the gradients are sent: all of it, or codes that go and come,
-    and this rank's own part.
+    and this rank's own part. `gathered` are the bytes of the parameters, or of their codes, on their way back.
     """
 
     names: tuple[str, ...]
@@ -112,6 +113,7 @@ class GradientBucket(NamedTuple):
     sums_over: tuple[str, ...]
     coded: bool
     in_transfer: int
+    gathered: int
 
 
 @dataclass
@@ -166,7 +168,7 @@ class StateTraffic(StepTraffic):
                     self.add("shard", "all-to-all", reductions * self.coded_bytes(bucket.size))
                 else:
                     self.add("shard", "reduce-scatter", reductions * self.reduced_width * bucket.size)
-                self.add("shard", "all-gather", self.width * bucket.size)
+                self.add("shard", "all-gather", bucket.gathered)
             if copies > 1:
                 self.add("replicate", "all-reduce", self.reduced_width * bucket.size // shard)
             for axis in bucket.sums_over:
@@ -182,25 +184,38 @@ class StateTraffic(StepTraffic):
         for parameter in reversed(self.parameters):
             if parameter.learns:
                 sums_over = self.sums_over(parameter)
-                coded = self.is_coded(parameter)
-                key = (parameter.domain, sums_over, parameter.cut, parameter.sources, coded)
+                codes = self.is_coded(parameter), self.weight_block(parameter)
+                key = (parameter.domain, sums_over, parameter.cut, parameter.sources, codes)
                 alike.setdefault(key, []).append(parameter)
         for group in alike.values():
             sizes, first = [parameter.size for parameter in group], group[0]
-            coded = self.is_coded(first)
-            alignment = CODE_BLOCK if coded else 16 // self.width  # of which CODE_BLOCK is a multiple
+            coded, block = self.is_coded(first), self.weight_block(first)
+            alignment = lcm(16 // self.width, CODE_BLOCK if coded else 1, block or 1)
             for part in cut_into_buckets(sizes, self.config.parallel.ddp_bucket_size):
                 ranks = self.data_ranks[first.domain].shard if padded else 1
                 size = padded_size([sizes[number] for number in part], alignment=alignment, ranks=ranks)
                 names = tuple(group[number].name for number in part)
                 shares = self.data_ranks[first.domain].shard
                 held = 2 * self.coded_bytes(size) + 4 * size // shares if coded else 4 * size
-                yield GradientBucket(names, size, first.domain, first.sources, self.sums_over(first), coded, held)
+                gathered = self.bytes_of(size, block)
+                yield GradientBucket(
+                    names, size, first.domain, first.sources, self.sums_over(first), coded, held, gathered
+                )
 
     def is_coded(self, parameter: StageParameter) -> bool:
         """Whether data ranks send the gradient of a parameter as codes (qgZ)."""
         by_codes = self.config.parallel.zero_quantized_gradients is not None
         return by_codes and not parameter.is_vector and self.data_ranks[parameter.domain].shard > 1
+
+    def weight_block(self, parameter: StageParameter) -> int | None:
+        """Elements of the blocks of codes as which a parameter is sent, if it is (qwZ)."""
+        parallel = self.config.parallel
+        is_weight = parameter.learns and not parameter.is_vector
+        return parallel.zero_quantized_weights_block if parallel.zero_quantized_weights and is_weight else None
+
+    def bytes_of(self, size: int, block: int | None) -> int:
+        """Bytes of so many elements of parameters on their way, as codes in such blocks or in the run's precision."""
+        return self.width * size if block is None else size // block * bytes_of_block(WEIGHT_CODES, block)
 
     def coded_bytes(self, size: int) -> int:
         """Bytes of the codes of so many elements, whole blocks, and of their scales."""
@@ -223,7 +238,7 @@ class StateTraffic(StepTraffic):
                 self.add("secondary", "all-gather", (gathers - 1) * self.width * size)
                 gathers = 1
             if shard > 1:
-                self.add("shard", "all-gather", gathers * self.width * size)
+                self.add("shard", "all-gather", gathers * self.bytes_of(size, self.weight_block(parameter)))
             if not parameter.learns:
                 continue
             part = rounded_up(parameter.rows, shard) // shard

@@ -224,7 +224,7 @@ class StepClock:
             if whole == 0 or ranks == 1:
                 continue
             gradients = links.gather(ranks, apart, sent * count) if count else 0.0
-            parameters = links.gather(ranks, apart, work.element_bytes * count) if count else 0.0
+            parameters = links.gather(ranks, apart, work.gathered_bytes * count) if count else 0.0
             if zero < 2:
                 once += gradients + (parameters if zero else gradients)
             elif zero == 2:  # exchanges after every backward
@@ -251,7 +251,7 @@ class StepClock:
         """Bytes of the parameters that ZeRO-3 gathers: a base in 4 bits as it is stored."""
         work = self.work
         if not work.adapter.is_used:
-            return work.element_bytes * whole
+            return work.gathered_bytes * whole
         stored = quantised(work.model, [0], work.adapter)
         width = stored.bytes_per_parameter if stored.parameters.total else work.element_bytes
         return width * whole + work.element_bytes * learned

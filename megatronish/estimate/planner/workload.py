@@ -17,6 +17,7 @@ from megatronish.estimate.costs.candidate import MeshSizes
 from megatronish.estimate.costs.disk_traffic import DiskTraffic, disk_traffic
 from megatronish.estimate.costs.layer_kind_memory import LayerKind, layer_kinds
 from megatronish.estimate.costs.parameters import parameters_of_stage
+from megatronish.parallel.bucketing import WEIGHT_CODES, bytes_of_block
 from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.parallel.schedules.table import SCHEDULES
@@ -42,6 +43,8 @@ class Workload:
     """Bytes of a gradient as data-parallel ranks exchange it."""
     codes: str | None = None
     """Form in which they exchange it under ZeRO, if it is one of codes (qgZ)."""
+    weight_block: int | None = None
+    """Elements of the blocks of codes as which they gather weights, if they are codes (qwZ)."""
     ring: bool = True
     """Whether cp sends keys and values round a ring, and does not trade heads."""
     optimizer_bytes: int = 40
@@ -58,7 +61,7 @@ class Workload:
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "Workload":
         """The workload that a config describes."""
-        training, model = config.training, config.model
+        training, model, parallel = config.training, config.model, config.parallel
         attention: Attention = "unfused"
         if training.attention_backend in ("auto", "flash"):
             attention = "blocks" if model.attention_dropout > 0 else "flash"
@@ -70,9 +73,10 @@ class Workload:
             precision=training.precision,
             attention=attention,
             fused=training.compile,
-            gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
-            codes=config.parallel.zero_quantized_gradients,
-            ring=config.parallel.cp_comm_type == "p2p",
+            gradient_bytes=2 if parallel.grad_reduce_in_bf16 else 4,
+            codes=parallel.zero_quantized_gradients,
+            weight_block=parallel.zero_quantized_weights_block if parallel.zero_quantized_weights else None,
+            ring=parallel.cp_comm_type == "p2p",
             adapter=config.adapter,
             optimizer=config.optimizer,
             disk=disk_traffic(config),
@@ -94,6 +98,13 @@ class Workload:
     def element_bytes(self) -> int:
         """Bytes of an activation."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of a parameter as data ranks gather it: those that a layer computes with, or of codes and scales."""
+        if self.weight_block is None:
+            return self.element_bytes
+        return bytes_of_block(WEIGHT_CODES, self.weight_block) / self.weight_block
 
     @property
     def tokens(self) -> int:

@@ -6,18 +6,21 @@ the bytes of fp32, half of those of bf16. The optimizer steps W by the gradient 
 Vectors (norms, biases) are used and sent as they are.
 
 Blocks are those of the tensor, and never of a buffer: so Q(W) has the same bits in every layout, on one process too,
-where nothing is sent. That needs whole blocks on every rank: `refuse_odd_rows` of estimate/costs/parameters.py says so
-before a run, with what would fit.
+where nothing is sent. That needs whole blocks in each row on every rank. A run whose rows have others is refused before
+it starts (`refuse_cut_blocks` of estimate/costs/parameters.py), and a layer of a plug-in when it is built.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from megatronish.core.errors import UserError
 from megatronish.parallel import comm
 from megatronish.parallel.block_codes import decode, encoded
+from megatronish.parallel.bucketing import WEIGHT_CODES
 from megatronish.parallel.mesh import Axis
-
-WEIGHT_CODES = "int8"
+from megatronish.parallel.sharding import Sharding
 
 
 class PendingWeights:
@@ -35,6 +38,18 @@ class PendingWeights:
 def start_coded_gather(values: Tensor, axis: Axis, block: int, *, into: Tensor) -> PendingWeights:
     """Start the gather of fp32 [s] of every rank, whole blocks, as codes; on one rank they are rounded all the same."""
     return PendingWeights(comm.start_all_gather(encoded(values.view(-1, block), WEIGHT_CODES), axis), block, into)
+
+
+def refuse_odd_rows(parameters: Mapping[str, Tensor], shardings: Mapping[str, Sharding], block: int) -> None:
+    """UserError if a matrix that learns has rows, on this rank, that are not of whole blocks."""
+    for name, parameter in parameters.items():
+        width = parameter.shape[-1]
+        if parameter.requires_grad and not shardings[name].is_vector and width % block:
+            raise UserError(
+                f"zero_quantized_weights_block={block} must divide every row of a matrix, and {name} has rows of "
+                f"{width} on a rank; use --zero-quantized-weights-block with a number that divides them, or leave "
+                "--zero-quantized-weights out"
+            )
 
 
 @torch.no_grad()

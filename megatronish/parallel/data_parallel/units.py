@@ -26,8 +26,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from megatronish.core.errors import RunError
 from megatronish.parallel import comm
 from megatronish.parallel.block_codes import decode, encoded
+from megatronish.parallel.bucketing import WEIGHT_CODES
 from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
-from megatronish.parallel.data_parallel.coded_weights import WEIGHT_CODES, round_weights
+from megatronish.parallel.data_parallel.coded_weights import round_weights
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
 from megatronish.parallel.mesh import Axis, Domain
 from megatronish.parallel.sharding import HasShardings
