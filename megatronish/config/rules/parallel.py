@@ -173,7 +173,7 @@ def _weights(config: Config) -> str | None:
         )
     if config.adapter.is_used:
         return (
-            f"{setting} rounds what learns, and adapter_type={config.adapter.adapter_type} learns few weights beside a "
+            f"{setting} rounds what learns, and adapter_type={config.adapter.adapter_type} adds few weights to a "
             "frozen base; use --quantize-base int8 for the base, or leave --zero-quantized-weights out"
         )
     if config.reference == "model":

@@ -28,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -61,23 +61,42 @@ class Segment(NamedTuple):
         return part.narrow(0, self.at, self.stop - self.start)
 
 
+class SentAs(NamedTuple):
+    """How matrices are sent: `gradients` as codes (qgZ), or the matrices themselves, in blocks of so many (qwZ)."""
+
+    gradients: bool = False
+    weight_block: int | None = None
+
+    def aligned(self, alignment: int) -> int:
+        """Elements at whose multiples parameters begin, so that each begins with a block of its own."""
+        return math.lcm(alignment, CODE_BLOCK if self.gradients else 1, self.weight_block or 1)
+
+
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters that lie side by side: of `sizes` elements from `offsets` on, in `size` elements with all padding.
+    """Parameters that lie side by side, each from a multiple of `alignment` elements on.
 
-    `sharding` is that of one of them; that of any other has the same `sums_over` and `is_counted`. With `coded` their
-    gradients are sent as codes (qgZ), and with `weight_block` they are, in such blocks (qwZ): all are matrices then.
+    `sharding` is that of one of them; that of any other has the same `sums_over` and `is_counted`. Those that are
+    `sent_as` codes are matrices.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    offsets: tuple[int, ...]
-    size: int
+    alignment: int
     sources: frozenset[Source]
     domain: Domain
     sharding: Sharding
-    coded: bool = False
-    weight_block: int | None = None
+    sent_as: SentAs
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Elements before each parameter."""
+        return tuple(offsets(self.sizes, self.alignment))[:-1]
+
+    @cached_property
+    def size(self) -> int:
+        """Elements with all padding."""
+        return padded_size(self.sizes, alignment=self.alignment, ranks=self.domain.shard.size)
 
     @property
     def sums_over(self) -> tuple[Axis, ...]:
@@ -125,14 +144,12 @@ class _Kinds(NamedTuple):
     by_codes: bool
     weight_block: int | None
 
-    def is_coded(self, name: str) -> bool:
-        """Whether a gradient is sent as codes: of a matrix that data ranks share."""
+    def sent_as(self, name: str) -> SentAs:
+        """How a parameter is sent: a gradient as codes only where data ranks share it."""
         sharding = self.shardings[name]
-        return self.by_codes and not sharding.is_vector and self.domains[sharding.domain].shard.size > 1
-
-    def block_of(self, name: str) -> int | None:
-        """Elements of the blocks in which a matrix is sent and used, if it is one of codes."""
-        return None if self.shardings[name].is_vector else self.weight_block
+        if sharding.is_vector:
+            return SentAs()
+        return SentAs(self.by_codes and self.domains[sharding.domain].shard.size > 1, self.weight_block)
 
     def of(self, name: str) -> tuple[str, int, bool, list[str], bool, list[str], str, bool, bool]:
         """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
@@ -142,7 +159,8 @@ class _Kinds(NamedTuple):
         place, is_tied = list(self.domains).index(domain.name), sharding.tied and domain.embedding.size > 1
         partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
         cut_axes, alone = sorted(sharding.cut_axes), name if is_tied else ""
-        codes = self.is_coded(name), self.block_of(name) is not None
+        sent = self.sent_as(name)
+        codes = sent.gradients, sent.weight_block is not None
         return integers, place, is_tied, partial_over, not sharding.cuts, cut_axes, alone, *codes
 
 
@@ -177,8 +195,7 @@ def plan_buckets(
             domain, first = domains[shardings[of_sources[0]].domain], parameters[of_sources[0]]
             is_alone = domain.shard.size * domain.replicate.size == 1 and first.device.type == "cpu"
             most = min(bucket_size, MOST_ALONE) if is_alone else bucket_size
-            coded, block = kinds.is_coded(of_sources[0]), kinds.block_of(of_sources[0])
-            multiple = math.lcm(alignment, CODE_BLOCK if coded else 1, block or 1)
+            sent_as = kinds.sent_as(of_sources[0])
             for part in cut_into_buckets([parameters[name].numel() for name in of_sources], most):
                 names = tuple(of_sources[number] for number in part)
                 sharding = shardings[names[0]]
@@ -187,13 +204,11 @@ def plan_buckets(
                     BucketPlan(
                         names=names,
                         sizes=sizes,
-                        offsets=tuple(offsets(sizes, multiple))[:-1],
-                        size=padded_size(sizes, alignment=multiple, ranks=domain.shard.size),
+                        alignment=sent_as.aligned(alignment),
                         sources=sources_of,
                         domain=domain,
                         sharding=sharding,
-                        coded=coded,
-                        weight_block=block,
+                        sent_as=sent_as,
                     )
                 )
     return plans
@@ -376,7 +391,7 @@ class GradientBuckets:
         # The same tensor where the dtypes agree: then the reduction is in place, without a copy.
         sent = bucket.flat.to(self.reduce_dtype)
         pending: comm.Pending | PendingSum
-        if bucket.plan.coded:
+        if bucket.plan.sent_as.gradients:
             assert self._codes is not None
             own = bucket.plan.part(bucket.flat)
             own = own if self.keeps_whole else own.clone()  # its buffer is freed before the sum is there

@@ -62,7 +62,7 @@ class FlatParameters:
             # those of what is frozen as they are drawn. Integers are a stored form (quantised weights), for a loader.
             first = parameters[plan.names[0]]
             learns = number < self._num_learning
-            block = plan.weight_block
+            block = plan.sent_as.weight_block
             apart = learns and (
                 settings.dtype != torch.float32 or settings.offload.masters_on is not None or block is not None
             )
@@ -100,9 +100,9 @@ class FlatParameters:
         for number in reversed(range(len(self.plans) if frozen else self._num_learning)):
             plan, flat = self.plans[number], self.flats[number]
             masters = self._masters[number]
-            if plan.weight_block is not None:
+            if plan.sent_as.weight_block is not None:
                 values = masters.joined(plan.part_size, flat.device)
-                gather = start_coded_gather(values, plan.domain.shard, plan.weight_block, into=flat)
+                gather = start_coded_gather(values, plan.domain.shard, plan.sent_as.weight_block, into=flat)
                 self._gathering[number] = gather
                 continue
             part = plan.part(flat)

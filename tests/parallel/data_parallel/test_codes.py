@@ -1,4 +1,4 @@
-"""Tests of qgZ: an element of a sum is within its bound, vectors are exact, and all stages of ZeRO train with it."""
+"""Tests of qgZ and qwZ: sums are within their bound, vectors are exact, and codes are what is sent."""
 
 from collections import Counter
 from pathlib import Path
@@ -179,8 +179,22 @@ def test_the_codes_are_what_is_sent(case: str) -> None:
         assert expected["reduce-scatter"] < expected["all-to-all"]
 
 
-def test_a_run_has_the_same_bits_again_and_when_it_is_resumed(tmp_path: Path) -> None:
-    flags = f"{SIZES} --dp 2 --zero-stage 2 --zero-quantized-gradients int8 --train-iters 4 --save-interval 2"
+WEIGHTS = "--zero-quantized-weights int8 --zero-quantized-weights-block 16"
+
+
+@pytest.mark.parametrize("case", ["--dp 3 --zero-stage 1", "--dp 2 --zero-stage 2 --bf16", "--dp 3 --zero-stage 3"])
+def test_weights_are_sent_as_codes(case: str) -> None:
+    flags = f"{case} {SIZES.replace('size 8', 'size 12')} {NO_DROPOUT}"
+    exact, coded = (run_ranks(world_size_of(flags), send, f"{flags} {more}") for more in ("", WEIGHTS))
+    for (sent, expected), (plain, _) in zip(coded, exact, strict=True):
+        assert sent["c10d::_allgather_base_"] == expected["all-gather"] > 0
+        width = 2 if "bf16" in case else 4
+        assert sent["c10d::_allgather_base_"] < 1.1 * 20 / (16 * width) * plain["c10d::_allgather_base_"]
+
+
+@pytest.mark.parametrize("codes", ["--zero-stage 2 --zero-quantized-gradients int8", f"--zero-stage 3 {WEIGHTS}"])
+def test_a_run_has_the_same_bits_again_and_when_it_is_resumed(codes: str, tmp_path: Path) -> None:
+    flags = f"{SIZES} --dp 2 {codes} --train-iters 4 --save-interval 2"
     train_on_ranks(tiny(tmp_path / "whole", flags), world_size=2)
     train_on_ranks(tiny(tmp_path / "cut", f"{flags} --exit-interval 2"), world_size=2)
     train_on_ranks(tiny(tmp_path / "cut", flags), world_size=2)
