@@ -112,6 +112,14 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """Which exchanges are in progress while layers compute: sums of gradients, and parameters gathered after a step."""
+
+    reduce: bool = True
+    gather: bool = True
+
+
+@dataclass(frozen=True)
 class DataParallelSettings:
     """What a config says of the data ranks.
 
@@ -124,8 +132,7 @@ class DataParallelSettings:
     dtype: torch.dtype = torch.float32
     reduce_as: Literal["fp32", "bf16"] | CodeType = "fp32"
     bucket_size: int = 8_000_000
-    overlap_reduce: bool = True
-    overlap_gather: bool = True
+    overlap: Overlap = Overlap()
     offload: Offload = Offload()
     weight_block: int | None = None
 
@@ -152,8 +159,7 @@ class DataParallelSettings:
             dtype=dtype,
             reduce_as=parallel.zero_quantized_gradients or ("bf16" if parallel.grad_reduce_in_bf16 else "fp32"),
             bucket_size=parallel.ddp_bucket_size,
-            overlap_reduce=parallel.overlap_grad_reduce,
-            overlap_gather=parallel.overlap_param_gather,
+            overlap=Overlap(parallel.overlap_grad_reduce, parallel.overlap_param_gather),
             offload=Offload.of(parallel),
             weight_block=parallel.zero_quantized_weights_block if parallel.zero_quantized_weights else None,
         )

@@ -239,7 +239,7 @@ class GradientBuckets:
         *,
         gives_back: bool = False,
     ) -> None:
-        self.overlap, self.reduce_dtype, self._codes = settings.overlap_reduce, settings.reduce_dtype, settings.codes
+        self.overlap, self.reduce_dtype, self._codes = settings.overlap.reduce, settings.reduce_dtype, settings.codes
         self.keeps_whole = settings.zero_stage < 2
         self.gives_back = self.keeps_whole and gives_back
         self._parameters = parameters

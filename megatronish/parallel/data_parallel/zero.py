@@ -36,7 +36,7 @@ from megatronish.parallel.sharding import Shard, Sharding, fill_zeros, flat_piec
 class FlatParameters:
     """Parameters in flat buffers of `settings.dtype` (integers: of their own), with the initial values of a seed.
 
-    Without `seed` they are zeros. `shards` is what this rank keeps of each. Unless `settings.overlap_gather`, `gather`
+    Without `seed` they are zeros. `shards` is what this rank keeps of each. Unless `settings.overlap.gather`, `gather`
     waits for what it gathers.
     """
 
@@ -50,7 +50,7 @@ class FlatParameters:
         *,
         seed: int | None,
     ) -> None:
-        self.overlap = settings.overlap_gather
+        self.overlap = settings.overlap.gather
         self.plans, self._num_learning = (*plans, *frozen), len(plans)
         self.flats, self._masters = list[Tensor](), list[BucketMasters]()
         shards: dict[str, Shard] = {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
-from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
+from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings, Overlap
 from megatronish.parallel.data_parallel.gradients import BucketPlan, GradientBuckets, Source, plan_buckets
 from megatronish.parallel.mesh import Axis, Domain, Mesh
 from megatronish.parallel.sharding import Cut, Sharding
@@ -64,7 +64,9 @@ def buckets_of(
 ) -> GradientBuckets:
     """Whole copies on all of `data`."""
     plans = plans_of(parameters, shardings, data=data, **settings)
-    return GradientBuckets(parameters, plans, DataParallelSettings(overlap_reduce=overlap), gives_back=gives_back)
+    return GradientBuckets(
+        parameters, plans, DataParallelSettings(overlap=Overlap(reduce=overlap)), gives_back=gives_back
+    )
 
 
 def views_of(buckets: GradientBuckets) -> dict[str, Tensor]:
