@@ -24,7 +24,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -54,12 +54,13 @@ class _Region(mmap.mmap):
     address: int
 
 
-# By the address of the storage of the tensors in it: a view of a tensor, and a parameter made of it, have the same.
-_REGIONS: WeakValueDictionary[int, _Region] = WeakValueDictionary()
-
-
 def _region_of(tensor: Tensor) -> _Region | None:
-    return _REGIONS.get(tensor.untyped_storage().data_ptr()) if _REGIONS and tensor.device.type == "cpu" else None
+    # A view of a tensor, and a parameter made of it, have the same storage.
+    return getattr(tensor.untyped_storage(), _OF_STORAGE, None) if tensor.device.type == "cpu" else None
+
+
+_OF_STORAGE = "megatronish_region"
+"""Attribute of the storage of tensors that lie in a file."""
 
 
 def disk_of(tensor: Tensor) -> "DiskFile | None":
@@ -99,7 +100,9 @@ class DiskFile:
             size += _paged(form.num_bytes)
         if not size:
             return [torch.zeros(form.shape, dtype=form.dtype) for form in forms]
-        block = torch.frombuffer(self._grown_by(size), dtype=torch.uint8)
+        region = self._grown_by(size)
+        block = torch.frombuffer(region, dtype=torch.uint8)
+        setattr(block.untyped_storage(), _OF_STORAGE, region)
         return [
             block[begin : begin + form.num_bytes].view(form.dtype).view(form.shape)
             for form, begin in zip(forms, begins, strict=True)
@@ -115,7 +118,6 @@ class DiskFile:
         region.address = ctypes.addressof(ctypes.c_char.from_buffer(region))
         self._size += size
         self.regions.add(region)
-        _REGIONS[region.address] = region
         return region
 
     def release(self) -> None:

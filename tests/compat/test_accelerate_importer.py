@@ -42,6 +42,13 @@ def test_a_config_of_accelerate_becomes_a_layout(tmp_path: Path) -> None:
             {"zero_stage": 3, "param_cpu_offload": True},
         ),
         (
+            {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/local/nvme"},
+            },
+            {"zero_stage": 2, "optimizer_cpu_offload": True, "offload_folder": "/local/nvme"},
+        ),
+        (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
             {"zero_stage": 1, "clip_grad": 0.5},
         ),

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -95,10 +96,13 @@ def test_copies_go_both_ways_in_every_dtype(tmp_path: Path, small_chunks: None) 
 def test_a_file_has_no_name_and_its_space_is_free_once_nothing_is_in_it(tmp_path: Path) -> None:
     (tensor,) = DiskFile(tmp_path).zeros([Form((2**20,), torch.float32)])
     assert not list(tmp_path.iterdir())
-    descriptor = disk_of(tensor)
-    assert descriptor is not None and os.fstat(descriptor.descriptor).st_blocks * 512 >= 4 * 2**20
-    del tensor, descriptor
-    assert not list(disk._REGIONS)
+    file = disk_of(tensor)
+    assert file is not None and os.fstat(file.descriptor).st_blocks * 512 >= 4 * 2**20
+    gone, regions = weakref.ref(file), [weakref.ref(region) for region in file.regions]
+    del file
+    assert gone() is not None and regions[0]() is not None
+    del tensor
+    assert gone() is None and regions[0]() is None
 
 
 def test_a_full_disk_is_told_when_a_tensor_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
