@@ -13,7 +13,7 @@ from megatronish.config.model_source import implied_tokenizer
 from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import ChatConfig, ChatFormat, DataConfig, TrainOn
 from megatronish.core.errors import UserError
-from megatronish.core.files import unwritten
+from megatronish.core.files import refuse_input_as_output, unwritten
 from megatronish.tokenizer.names import tokenizer_type
 
 
@@ -70,6 +70,8 @@ def run(arguments: AuditArguments) -> int:
     import_plugins(arguments.plugin)
     if arguments.seq_length < 1:
         raise UserError(f"--seq-length {arguments.seq_length} must be at least 1; for example 2048")
+    read = (arguments.tokenizer_model, arguments.chat_template, *arguments.data_path, *arguments.plugin)
+    refuse_input_as_output("--html", arguments.html, read)
     data = data_settings(arguments)
     tokenizer = build_tokenizer(data)
     chat = ChatConfig(

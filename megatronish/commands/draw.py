@@ -21,7 +21,7 @@ from megatronish.config.arguments import PluginNames, read_arguments
 from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import UserError
 from megatronish.core.figures import no_matplotlib
-from megatronish.core.files import unwritten
+from megatronish.core.files import refuse_input_as_output, unwritten
 from megatronish.parallel.schedules.recorded import Recorded
 from megatronish.parallel.schedules.simulate import Costs, simulate
 from megatronish.parallel.schedules.table import SCHEDULES
@@ -129,6 +129,7 @@ def _run(argv: Sequence[str], program: str) -> int:
     arguments = read_arguments(DrawArguments, argv, program=program, description=__doc__)
     import_plugins(arguments.plugin)
     refuse_arguments(arguments)
+    refuse_input_as_output("--png", arguments.png, [arguments.recorded])
     title, timed_plan = recorded(arguments.recorded) if arguments.recorded else planned(arguments)
     print(report(timed_plan, is_real=arguments.recorded is not None))
     if arguments.png:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TextIO
 from megatronish.commands.inference_flags import GenerateArguments
 from megatronish.commands.model_loading import OpenedModel, open_model, sampling_of
 from megatronish.core.errors import UserError
-from megatronish.core.files import ordinary, unwritten
+from megatronish.core.files import OF_WRITING, ordinary, refuse_input_as_output, unwritten
 from megatronish.data.encoding import read_line
 from megatronish.inference.generate import GeneratedToken, Sampling
 from megatronish.inference.session import Continuation
@@ -71,6 +71,7 @@ def prepare(arguments: GenerateArguments) -> Generation:
     """The generation of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
     sampling, model = sampling_of(arguments), open_model(arguments)
+    refuse_input_as_output("--output", arguments.output, [arguments.prompts_file, arguments.tokenizer_model])
     prompts = arguments.prompt + (read_prompts(arguments.prompts_file) if arguments.prompts_file else ()) or ("\n",)
     tokens = tuple(
         encode_prompt(model.tokenizer, prompt, add_special_tokens=arguments.add_special_tokens) for prompt in prompts
@@ -113,7 +114,7 @@ def show(task: Generation, written: Iterable[GeneratedToken]) -> int:
     ended, num_shown = set[int](), 0
     grows = path is None and len(task.prompts) == 1 and sys.stdout.isatty()
     live = TextStream(lambda tokens: task.tokenizer.decode([*task.tokens[0], *tokens])) if grows else None
-    with contextlib.nullcontext() if path is None else open_output(path) as file:
+    with opened_output(path) as file:
         for number, token in written:
             if token is None:
                 ended.add(number)
@@ -128,12 +129,23 @@ def show(task: Generation, written: Iterable[GeneratedToken]) -> int:
     return sum(map(len, following))
 
 
-def open_output(path: Path) -> TextIO:
-    """The file, open for writing; UserError where that fails."""
+@contextlib.contextmanager
+def opened_output(path: Path | None) -> Iterator[TextIO | None]:
+    """The file, open for writing, if there is one; a UserError where that fails, and a full disk names it."""
+    if path is None:
+        yield None
+        return
     try:
-        return path.open("w", encoding="utf-8")
+        file = path.open("w", encoding="utf-8")
     except OSError as error:
         raise unwritten(f"--output {path}", path, error) from error
+    try:
+        with file:
+            yield file
+    except OSError as error:
+        if error.errno in OF_WRITING and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def show_one(task: Generation, number: int, following: Sequence[int], file: TextIO | None) -> None:

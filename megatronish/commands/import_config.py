@@ -19,8 +19,7 @@ from megatronish.compat.importers.deepspeed import from_deepspeed
 from megatronish.compat.importers.imported import Imported, read_object
 from megatronish.config.arguments import read_arguments
 from megatronish.config.marks import at_least, at_most
-from megatronish.core.errors import UserError
-from megatronish.core.files import AtomicFile, is_same_file, unwritten
+from megatronish.core.files import AtomicFile, refuse_input_as_output, unwritten
 
 Framework = Literal["deepspeed", "axolotl", "accelerate"]
 
@@ -42,8 +41,7 @@ def run_importer(framework: Framework, argv: Sequence[str], *, program: str) -> 
     arguments = read_arguments(ImportArguments, argv, program=program)
     found = imported(framework, arguments.config, dp=arguments.dp)
     text = found.to_toml(arguments.config)
-    if arguments.output is not None and is_same_file(arguments.output, arguments.config):
-        raise UserError(f"--output {arguments.output} is the file that is read; choose another")
+    refuse_input_as_output("--output", arguments.output, [arguments.config])
     for line in found.warnings():
         print(line, file=sys.stderr)
     if arguments.output is None:

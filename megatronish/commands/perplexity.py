@@ -20,6 +20,7 @@ from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.errors import UserError
+from megatronish.core.files import refuse_input_as_output
 from megatronish.data.loader import Collator
 from megatronish.data.text import TokenizedText, Windows, read_text
 from megatronish.inference.load import SavedModel, find_trained, load_engine
@@ -97,6 +98,7 @@ def check(arguments: EvaluateArguments) -> None:
         raise UserError(f"--micro-batch-size {arguments.micro_batch_size} must be at least 1; or leave it out")
     if arguments.output is None:
         return
+    refuse_input_as_output("--output", arguments.output, [arguments.data_path, arguments.tokenizer_model])
     is_new = not arguments.output.exists()
     try:
         arguments.output.open("a").close()

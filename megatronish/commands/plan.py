@@ -23,8 +23,9 @@ from megatronish.config.dump import to_toml
 from megatronish.config.fields import fields_of
 from megatronish.config.read import read_config
 from megatronish.config.settings import flags_of
+from megatronish.config.shipped import config_path
 from megatronish.core.errors import UserError
-from megatronish.core.files import unwritten
+from megatronish.core.files import refuse_input_as_output, unwritten
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of, without_layout
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.planner import calibrate
@@ -120,6 +121,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
     """What the command prints; UserError for what cannot be planned."""
+    read = (config_path(arguments.config), *arguments.calibrate)
+    for flag, output in (("--write", arguments.write), ("--write-device", arguments.write_device)):
+        refuse_input_as_output(flag, output, read)
     device = _device(arguments)
     # A probe measures the layout of the file; a plan tries others, so what the file says of one is no reason to refuse.
     found = read_config(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatronish.commands.configuration import read_config
+from megatronish.core.errors import UserError
 from megatronish.core.files import unwritten
 from megatronish.estimate.costs.candidate import Candidate
 from megatronish.estimate.planner.device_speed import Efficiencies, Machine, product_seconds
@@ -52,10 +53,13 @@ def probe(work: Workload, device: Device, candidate: Candidate, out: Path) -> st
 
 def _refuse_unwritable(out: Path) -> None:
     try:
-        with out.open("a", encoding="utf-8"):
-            pass
+        with out.open("a+", encoding="utf-8", errors="replace") as file:
+            file.seek(0)
+            line = file.readline(4096)
     except OSError as error:
         raise unwritten(f"--probe {out}", out, error) from error
+    if line.strip() and not line.startswith("{"):
+        raise UserError(f"--probe {out} has other text than measurements, one JSON object a line; choose another file")
 
 
 def achievable_tflops(work: Workload, device: Device, candidate: Candidate, where: torch.device) -> float:

@@ -21,7 +21,7 @@ from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import read_arguments
 from megatronish.config.marks import at_least, at_most
 from megatronish.core.errors import UserError
-from megatronish.core.files import AtomicFile, is_same_file, refuse_unwritable_file
+from megatronish.core.files import AtomicFile, refuse_input_as_output, refuse_unwritable_file
 from megatronish.data.encoding import read_line
 from megatronish.data.readers import read_batches
 
@@ -154,8 +154,7 @@ def main(argv: Sequence[str], *, program: str = "megatronish train-tokenizer") -
 def write_tokenizer(arguments: TokenizerArguments) -> int:
     """Train the tokenizer and write it; the exit status."""
     refuse_unwritable_file(arguments.output, flag="--output")
-    if any(is_same_file(path, arguments.output) for path in arguments.input):
-        raise UserError(f"--output {arguments.output} is a file of --input; choose another")
+    refuse_input_as_output("--output", arguments.output, arguments.input)
     sentences = read_runs(arguments)
     size = sum(map(len, sentences))
     print(f"learning {arguments.vocab_size} pieces from {size:,} characters, a second or two a million", flush=True)

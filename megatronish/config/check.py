@@ -117,7 +117,8 @@ def _missing(config: Config, *, invalid: Collection[str]) -> dict[str, str]:
         remedy = f"set it in [{field.section}] of the config file, or add {field.flag}"
         if keep.load is not None and not keep.use_checkpoint_args and name in (*vars(config.model), "seq_length"):
             remedy = f"add --use-checkpoint-args, which takes it from --load {keep.load}, or {field.flag}"
-        complaint_by_field[name] = f"{name} is not given; {remedy}"
+        unset = "" if field.default is None else f", or {field.default}"
+        complaint_by_field[name] = f"{name} is not given{unset}; {remedy}"
     return complaint_by_field
 
 

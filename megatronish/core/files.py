@@ -13,7 +13,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +51,10 @@ def _opened(aside: Path) -> TextIO:
     if aside.is_symlink():
         aside.unlink()
     return os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666), "w")
+
+
+OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Numbers of errors that no read has."""
 
 
 @contextmanager
@@ -170,6 +174,9 @@ class AtomicFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            # A write into the file, of a full disk, names none.
+            if isinstance(error, OSError) and error.filename is None and error.errno in OF_WRITING:
+                error.filename = str(self.path)
             if kind is None:
                 self.commit()
         finally:
@@ -300,6 +307,8 @@ def _move_in(partial: Path, path: Path, *, decisive: str) -> None:
 
 def _is_elsewhere(error: OSError, *folders: Path) -> bool:
     """Whether an error is one of a file that is in none of the folders, and none above them."""
+    if error.errno in OF_WRITING:  # a copy names the file that it reads first
+        return False
     if not isinstance(error.filename, str | os.PathLike):
         return False
     file = Path(os.path.realpath(error.filename))
@@ -311,6 +320,13 @@ def is_same_file(one: Path, other: Path) -> bool:
     with suppress(OSError, ValueError):
         return one.samefile(other)
     return False
+
+
+def refuse_input_as_output(flag: str, output: Path | None, inputs: Iterable[object]) -> None:
+    """UserError if what is to be written is one of the files, or paths in text, that are read; None is no file."""
+    for each in inputs:
+        if output is not None and each is not None and is_same_file(Path(str(each)), output):
+            raise UserError(f"{flag} {output} is a file that is read; choose another")
 
 
 def unwritten(name: str, path: Path, error: OSError) -> RunError | UserError:

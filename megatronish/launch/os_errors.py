@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from megatronish.core.errors import RunError, UserError, without_passwords
-from megatronish.core.files import remedy_of_writing
+from megatronish.core.files import OF_WRITING, remedy_of_writing
 from megatronish.launch.terminal import OUTPUT
 
 RESUMES = "a training run resumes from its newest checkpoint"
@@ -34,7 +34,6 @@ REMEDIES: Final = {
     errno.EAGAIN: "the machine lets this user start no more processes or threads: raise ulimit -u",
     errno.ENOMEM: "the machine's memory is full; see the next start's first lines for what a rank needs",
 }
-OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 OF_USER = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 )

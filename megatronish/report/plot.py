@@ -92,7 +92,9 @@ def _draw_loss(axes: Axes, steps: np.ndarray, loss: np.ndarray) -> None:
 
 def _draw_evaluations(axes: Axes, lines: list[dict[str, Any]]) -> list[float]:
     """Draw a dot for each evaluation; returns all losses."""
-    losses = {(line["name"], line["step"]): line["loss"] for line in lines}
+    # Of lines that another program has written, those that are evaluations.
+    whole = [line for line in lines if {"name", "step", "loss"} <= line.keys() and np.isfinite(line["step"])]
+    losses = {(line["name"], line["step"]): line["loss"] for line in whole}
     for place, name in enumerate(dict.fromkeys(name for name, _ in losses), start=1):
         points = sorted((step, loss) for (other, step), loss in losses.items() if other == name)
         size = 5 if len(points) < 50 else 2.5

@@ -3,6 +3,7 @@
 import ast
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -254,7 +255,23 @@ def test_a_command_does_not_replace_the_file_that_it_reads(tmp_path: Path) -> No
     config, text = tmp_path / "e.json", tmp_path / "t.txt"
     config.write_text("{}")
     text.write_text("some text\n" * 300)
-    with pytest.raises(UserError, match="is the file that is read; choose another"):
+    with pytest.raises(UserError, match="is a file that is read; choose another"):
         run(["from-deepspeed", str(config), "--output", str(config)])
     assert run(["train-tokenizer", "--input", str(text), "--output", str(text), "--vocab-size", "300"]) == 2
     assert config.read_text() == "{}" and text.read_text().startswith("some text")
+
+
+def test_a_plan_or_an_audit_is_not_written_over_what_it_reads(tmp_path: Path) -> None:
+    """Nor are measurements added to a file of something else."""
+    chats, config = tmp_path / "chats.jsonl", tmp_path / "mine.toml"
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    shutil.copy(ROOT / "configs" / "quick.toml", config)
+    planned = ["plan", "--config", str(config), "--device", "h100-sxm"]
+    audited = ["audit", "--data-path", str(chats), "--tokenizer-type", "bytes"]
+    before = chats.read_text(), config.read_text()
+    assert run([*planned, "--gpus", "8", "--write", str(config)]) == 2
+    assert run([*planned, "--calibrate", str(chats), "--write-device", str(chats)]) == 2
+    assert run([*planned, "--probe", str(config)]) == 2
+    with pytest.raises(UserError, match="is a file that is read; choose another"):
+        run([*audited, "--html", str(chats)])
+    assert (chats.read_text(), config.read_text()) == before

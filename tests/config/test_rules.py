@@ -117,6 +117,7 @@ from megatronish.config.fields import FIELDS
             "--dp 2 --zero-stage 2 --bf16 --zero-quantized-gradients int4 --grad-reduce-in-bf16",
             r"^zero_quantized_gradients=int4 sends codes, and grad_reduce_in_bf16=true sends bf16; leave one",
         ),
+        ("--hang-seconds 1e10", r"^hang_seconds=10000000000.0 must be at most 31536000; change --hang-seconds"),
         (
             "--zero-quantized-weights-block 64",
             r"^zero_quantized_weights_block=64 is of weights as codes, .*; add --zero-quantized-weights int8, or leave",

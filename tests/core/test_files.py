@@ -1,12 +1,14 @@
 """Tests of files.py: a file that is replaced is the old one or the new one, and nothing else stays."""
 
+import errno
 import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatronish.core.files import write_durably, write_quickly
+from megatronish.core.errors import RunError
+from megatronish.core.files import AtomicFile, new_folder, write_durably, write_quickly
 
 
 @pytest.mark.parametrize("write", [write_durably, write_quickly])
@@ -24,3 +26,13 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [each.name for each in tmp_path.iterdir()] == ["facts.json"]
     assert path.read_text() == "old"
+
+
+def test_a_full_disk_is_told_with_the_file_that_is_written(tmp_path: Path) -> None:
+    """A write names no file, and a copy names the one that it reads."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match=r"model\.bin"), AtomicFile(tmp_path / "model.bin"):
+        raise full
+    copied = OSError(errno.ENOSPC, "No space left on device", "/somewhere/tokenizer.json", None, str(tmp_path / "c"))
+    with pytest.raises(RunError, match=f"{tmp_path}/converted"), new_folder(tmp_path / "converted", decisive="a"):
+        raise copied

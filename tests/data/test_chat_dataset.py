@@ -14,7 +14,7 @@ from megatronish.config.sections.data import ChatConfig, DataConfig
 from megatronish.core.errors import UserError
 from megatronish.data.chat.dataset import WINDOW, ChatDataset, packs_of
 from megatronish.data.chat.masked import counts_path, mask_path
-from megatronish.data.chat.setup import ChatSetup
+from megatronish.data.chat.setup import ChatSetup, read_model_templates
 from megatronish.data.datasets import build_datasets
 from megatronish.data.indexed import bin_path
 from megatronish.data.samples import TooSmallError
@@ -118,6 +118,9 @@ def test_the_template_is_the_model_s_own_one_of_its_named_ones_or_a_file(tmp_pat
 
     assert first_letters() == {"d"}
     assert first_letters(chat_template="tools") == {"t"}
+    save_tokenizer(tmp_path / "odd", IM, chat_template=[{"name": "default", "template": 5}])
+    with pytest.raises(UserError, match=r"tokenizer_config.json: chat_template lists .*5.*, where each template is an"):
+        read_model_templates(tmp_path / "odd")
     (tmp_path / "own.jinja").write_text(chatml(start="f"))
     assert first_letters(chat_template=str(tmp_path / "own.jinja")) == {"f"}
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(chatml(start="j"))

@@ -80,6 +80,7 @@ def test_a_repeated_step_counts_once_and_a_loss_that_is_no_number_leaves_a_gap(
     )
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b"\x93 of another program\n")
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 1e999}\n[]\n{"name": "validation", "step": 2, "loss": 3.5}\n')
     plot_run(tmp_path)
     line = figure[0].axes[0].get_lines()[0]
     assert list(line.get_xdata()) == [1, 2, 3, 4]

@@ -81,9 +81,18 @@ def _evaluation_batch(config: Config) -> str | None:
 
 def _length_of_run(config: Config) -> str | None:
     training = config.training
-    if training.train_iters is None and training.train_samples is None and training.num_epochs is None:
-        return "the length of the run is not given; add --train-iters, --train-samples or --num-epochs"
-    return None
+    if training.train_iters is not None or training.train_samples is not None or training.num_epochs is not None:
+        return None
+    for name in _IN_SAMPLES:
+        if given := getattr(config.optimizer, name):
+            return (
+                f"{name}={given} counts samples, so the length of the run is one in samples, and none is given; add "
+                f"--train-samples, or use {FIELDS[name.replace('_samples', '_iters')].flag}"
+            )
+    return "the length of the run is not given; add --train-iters, --train-samples or --num-epochs"
+
+
+_IN_SAMPLES = ("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples")
 
 
 def _at_least_a_step(config: Config) -> str | None:
@@ -117,7 +126,7 @@ BATCH_RULES = (
     ConfigRule((*_BATCH, "rampup_batch_size"), _ramp_up),
     ConfigRule((*_BATCH, "step_batch_size_schedule", "seq_length"), _step_wise),
     ConfigRule((*_BATCH, "eval_global_batch_size"), _evaluation_batch),
-    ConfigRule(("train_iters", "train_samples", "num_epochs"), _length_of_run),
+    ConfigRule(("train_iters", "train_samples", "num_epochs", *_IN_SAMPLES), _length_of_run),
     ConfigRule((*_BATCH, "train_samples"), _at_least_a_step),
 )
 

@@ -139,13 +139,13 @@ class ResilienceConfig:
 
     watch: bool = True
     """Watch the ranks: a run that hangs says which rank hangs, and where, and ends with status 1."""
-    hang_seconds: Annotated[float | None, greater_than(0)] = None
+    hang_seconds: Annotated[float | None, greater_than(0), at_most(31_536_000)] = None
     """A rank that makes no progress for so long hangs. Derived: 20 times the median step, at least 30."""
-    hang_seconds_start: Annotated[float | None, greater_than(0)] = None
+    hang_seconds_start: Annotated[float | None, greater_than(0), at_most(31_536_000)] = None
     """The same before the first steps. Derived: --hang-seconds, or 0.9 --distributed-timeout-minutes without it."""
-    hang_seconds_evaluation: Annotated[float | None, greater_than(0)] = None
+    hang_seconds_evaluation: Annotated[float | None, greater_than(0), at_most(31_536_000)] = None
     """The same in evaluation. Derived like --hang-seconds-start."""
-    hang_seconds_save: Annotated[float | None, greater_than(0)] = None
+    hang_seconds_save: Annotated[float | None, greater_than(0), at_most(31_536_000)] = None
     """The same while a checkpoint is saved, and at the end. Derived like --hang-seconds-start."""
     max_restarts: Annotated[int, at_least(0), at_most(1_000_000)] = 0
     """A plain start begins again so many times after a failure, from the newest checkpoint."""

@@ -145,7 +145,8 @@ def _shown(files: Sequence[ChatFile], tokenizer: Tokenizer, controls: ControlEnc
         file = files[number % len(files)]
         place = file.take(number // len(files))
         for title, text in zip(_titles(file, place), file.texts(place), strict=True):
-            runs = runs_of(text.tokens.tolist(), text.mask.tolist(), tokenizer, controls)
+            # No token comes before the first one, which could predict it.
+            runs = runs_of(text.tokens.tolist(), [False, *text.mask.tolist()[1:]], tokenizer, controls)
             found.append(ShownSample(file.path.name + title, runs))
     return found
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from megatronish.config.sections.data import ChatConfig, DataConfig
 from megatronish.core import foreign
 from megatronish.core.errors import UserError
+from megatronish.core.foreign import shown
 from megatronish.data.chat.encoder import ChatEncoder
 from megatronish.data.chat.template import BUILT_IN, ChatTemplate, built_in_template
 from megatronish.tokenizer.control_tokens import ControlEncoder
@@ -37,8 +38,14 @@ def read_model_templates(folder: Path) -> ModelTemplates:
     if isinstance(given, str):
         sources["default"] = given
     elif isinstance(given, list):
-        named = [each for each in given if isinstance(each, dict)]
-        sources |= {str(each.get("name")): str(each.get("template")) for each in named}
+        for each in given:
+            name, source = (each.get(key) if isinstance(each, dict) else None for key in ("name", "template"))
+            if not isinstance(name, str) or not isinstance(source, str):
+                raise UserError(
+                    f"{folder / 'tokenizer_config.json'}: chat_template lists {shown(each)}, where each template is an "
+                    "object with a name and its text; correct the file"
+                )
+            sources[name] = source
     for path in [*sorted((folder / "additional_chat_templates").glob("*.jinja")), folder / "chat_template.jinja"]:
         if path.is_file():
             sources["default" if path.parent == folder else path.stem] = read_template(path)
