@@ -108,7 +108,12 @@ def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
     assert not [words for words in of_command() if words[0] not in {*COMMANDS_OF_MEGATRONISH, "--version"}]
 
 
-STARTS = {"finetune": with_start, "finetune_gpt.py": with_start, "pretrain-bert": with_bert, "pretrain_bert.py": with_bert}
+STARTS = {
+    "finetune": with_start,
+    "finetune_gpt.py": with_start,
+    "pretrain-bert": with_bert,
+    "pretrain_bert.py": with_bert,
+}
 """Commands that put flags of their own in front of those that are given."""
 TRAINING = ("pretrain_gpt.py", "pretrain", *STARTS)
 
