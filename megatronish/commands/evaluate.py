@@ -55,12 +55,12 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> TasksToScore:
     """The tasks of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
     refuse_other_flags(arguments)
-    names = known_tasks(arguments)
     import_plugins(arguments.plugin)
     adapters = {} if arguments.adapter is None else {"adapter": arguments.adapter}
     found = find_trained(
         arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapters=adapters
     )
+    names = known_tasks(arguments)
     parallel, training = sections(arguments, found, place)
     config = found.config(replace(parallel, distributed_timeout_minutes=A_WEEK), training)
     config = replace(config, plugins=PluginsConfig(arguments.plugin))

@@ -77,7 +77,6 @@ def open_model(arguments: ModelArguments, *, waits: bool = False) -> OpenedModel
         tokenizer=arguments.tokenizer_model,
         adapters=adapters_of(arguments.adapter),
     )
-    refuse_encoder(found)
     parallel = ParallelConfig(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
@@ -94,16 +93,6 @@ def open_model(arguments: ModelArguments, *, waits: bool = False) -> OpenedModel
     config = found.config(replace(parallel, distributed_timeout_minutes=A_WEEK) if waits else parallel, training)
     config = replace(config, plugins=PluginsConfig(arguments.plugin))
     return OpenedModel(found, config, tokenizer_of(found))
-
-
-def refuse_encoder(found: SavedModel) -> None:
-    """UserError for a model that writes no text."""
-    kind = found.description.model.model_type
-    if not found.description.model.is_causal:
-        raise UserError(
-            f"{found.checkpoint} is model_type={kind}, which sees both sides of a token and so writes no text; name a "
-            "GPT, or measure the loss of this one with --eval-iters of pretrain_bert.py"
-        )
 
 
 def tokenizer_of(found: SavedModel) -> Tokenizer:

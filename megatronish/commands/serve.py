@@ -36,16 +36,16 @@ class ServerTask:
 
 def prepare(arguments: ServeArguments) -> ServerTask:
     """The server of these arguments; every user error is raised here, before any rank starts."""
-    for name in ("fastapi", "uvicorn"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise UserError(f"{name} is not installed; pip install megatronish[serve]") from error
     for name in ("max_request_bytes", "max_request_seconds", "max_connections", "max_queue"):
         if not 0 < getattr(arguments, name) < 2**53:
             raise UserError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be above 0; or leave it out")
     listen(arguments).close()
     model = open_model(arguments, waits=True)
+    for name in ("fastapi", "uvicorn"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(f"{name} is not installed; pip install megatronish[serve]") from error
     if BASE in model.found.adapters:
         raise UserError(
             f"--adapter has the name {BASE}, which is that of the model itself; give it another: NAME=FOLDER"

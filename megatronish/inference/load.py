@@ -132,8 +132,8 @@ def find_trained(
 ) -> SavedModel:
     """The checkpoint in a run folder, a checkpoints folder or one step's folder, or a Hugging Face folder or org/name.
 
-    UserError if there is none. `step` None takes the newest. `tokenizer` is a file or folder to use instead of the
-    model's own. `adapters` are folders of PEFT, or of runs with adapters, by name.
+    UserError if there is none, and for a model that writes no text. `step` None takes the newest. `tokenizer` is a file
+    or folder to use instead of the model's own. `adapters` are folders of PEFT, or of runs with adapters, by name.
     """
     load = local_model(load, flag="--load")
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
@@ -147,7 +147,17 @@ def find_trained(
         raise UserError(f"{load} holds a model in another format; convert it with megatronish convert")
     else:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
+    _refuse_encoder(found)
     return found if tokenizer is None else found.with_tokenizer(local_tokenizer(tokenizer))
+
+
+def _refuse_encoder(found: SavedModel) -> None:
+    kind = found.description.model.model_type
+    if not found.description.model.is_causal:
+        raise UserError(
+            f"{found.checkpoint} is model_type={kind}, which sees both sides of a token and so writes no text; name a "
+            "GPT, or measure the loss of this one with --eval-iters of pretrain_bert.py"
+        )
 
 
 class LoadedModel(NamedTuple):

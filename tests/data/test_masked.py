@@ -1,5 +1,7 @@
 """Tests of masked tokens: which are chosen, what becomes of them, and that nothing but their names decides it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,22 @@ def test_a_part_of_the_text_is_chosen_and_special_tokens_and_filler_never_are() 
     assert int(same.sum()) / number == pytest.approx(0.1, abs=0.02)
     assert len(batch.tokens[chosen][~masked & ~same].unique()) > 100  # any token
     assert batch.num_loss_tokens == number and batch.sentences is not None and batch.sentences.num_masked == number
+
+
+def test_filler_is_never_chosen_whatever_its_tokens_are() -> None:
+    sample = Texts().sample(5)
+    number = sample.num_filler
+    assert number > 0
+    tokens = sample.tokens.copy()
+    tokens[-number - 1 :] = 50  # a plain token
+    row = collator(mask_prob=1.0).masked(replace(sample, tokens=tokens), 5)
+    assert not row.is_chosen[-number:].any() and (row.tokens[-number:] == 50).all() and row.is_chosen.sum() > 20
+
+
+def test_a_batch_knows_the_order_of_each_pair() -> None:
+    batch = collator()([Texts().sample(number) for number in range(7)], range(7))
+    assert batch.sentences is not None
+    assert batch.sentences.is_swapped.tolist() == [number % 3 == 0 for number in range(7)]
 
 
 def test_masks_are_named_by_seed_sample_and_place_alone() -> None:

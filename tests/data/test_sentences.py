@@ -8,6 +8,7 @@ import pytest
 
 from megatronish.core.errors import UserError
 from megatronish.data.indexed import IndexedTokens, IndexedWriter
+from megatronish.data.mock import open_mock_samples
 from megatronish.data.preprocess import preprocess
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.data.sentences import SentenceSamples, open_mock, open_sentences
@@ -107,6 +108,13 @@ def test_mock_pairs_fill_the_row_and_are_swapped_half_of_the_time() -> None:
     samples = [data.sample(index) for index in range(100)]
     assert all(sample.num_filler == 0 and sample.document_ids is None for sample in samples)
     assert 0.3 < np.mean([sample.is_swapped for sample in samples]) < 0.7
+    texts = open_mock_samples(DatasetSource("training"), settings(vocab_size=100, masks=masks))
+    for number, sample in enumerate(samples):
+        first, second = (
+            part[:-1] for part in np.split(sample.tokens[1:S], [int((sample.token_types == 0)[:S].sum()) - 1])
+        )
+        in_order = [second, first] if sample.is_swapped else [first, second]
+        assert np.array_equal(np.concatenate(in_order), texts.sample(number).tokens[: S - 3])
 
 
 def test_texts_are_split_where_sentences_end() -> None:

@@ -17,6 +17,7 @@ from plugged import EXAMPLES, forgotten
 from megatronish.commands.finetune import with_start
 from megatronish.commands.main import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.commands.main import run as run_command
+from megatronish.commands.pretrain_bert import with_bert
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
 from megatronish.config.read import ConfigError, read_config
@@ -100,18 +101,25 @@ def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
     assert not [words for words in COMMANDS if words[0] not in known]
     # tests/docs/test_tutorial.py runs awk
     scripts = [words for words in COMMANDS if words[0] not in ("make", "awk") and "pip" not in words[:2]]
-    training_scripts = of_script("pretrain_gpt") + of_script("finetune_gpt")
+    training_scripts = of_script("pretrain_") + of_script("finetune_gpt")
     checked = training_scripts + of_script("tools/") + of_script("examples/") + of_command()
     builds = of_script("setup")  # tests/kernels/test_kernels_build.py
     assert len(scripts) == len(checked + builds)
     assert not [words for words in of_command() if words[0] not in {*COMMANDS_OF_MEGATRONISH, "--version"}]
 
 
-TRAINING = ("pretrain_gpt.py", "finetune_gpt.py", "pretrain", "finetune")
+STARTS = {
+    "finetune": with_start,
+    "finetune_gpt.py": with_start,
+    "pretrain-bert": with_bert,
+    "pretrain_bert.py": with_bert,
+}
+"""Commands that put flags of their own in front of those that are given."""
+TRAINING = ("pretrain_gpt.py", "pretrain", *STARTS)
 
 
 def training() -> list[list[str]]:
-    """The commands that train, by a script or by `megatronish pretrain` or `finetune`."""
+    """The commands that train, by a script or by `megatronish pretrain`, `pretrain-bert` or `finetune`."""
     return [words for words in COMMANDS if {*TRAINING} & set(words) and words[0] != "make"]
 
 
@@ -120,7 +128,7 @@ def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch:
     monkeypatch.chdir(ROOT)
     problems: list[str] = []
     place = next(number for number, word in enumerate(words) if word in TRAINING)
-    flags = with_start(words[place + 1 :]) if words[place].startswith("finetune") else words[place + 1 :]
+    flags = STARTS.get(words[place], list)(words[place + 1 :])
     try:
         with forgotten():
             read_config(flags, world_size=world_size(words), read_start=read_start)

@@ -27,6 +27,7 @@ from paths import GOLDEN
 from sweeps import some_of
 from torch import Tensor
 
+from megatronish.commands.convert import main as convert
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import RunError, UserError
 from megatronish.formats.megatron import read as megatron
@@ -474,6 +475,23 @@ def test_what_is_no_weight_is_passed_over_and_what_is_unknown_is_left(tmp_path: 
     assert to_ours(theirs, megatron.rules(description)).left_over == ("binary_head.weight",)
 
 
+@pytest.mark.parametrize("head", ["lm_head.dense.weight", "lm_head.dense.bias"])
+def test_a_bert_of_megatron_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], head: str) -> None:
+    """Its head is on the last stage alone."""
+    save(tmp_path / "a", GPT2, random_model(GPT2), pipeline_parallel_size=2)
+    path = rank_file(tmp_path / "a", "00_001")
+    whole = torch.load(path, weights_only=False)
+    whole["model"] = {name.replace("decoder.", "encoder."): each for name, each in whole["model"].items()}
+    whole["model"][head] = torch.zeros(16)
+    torch.save(whole, path)
+    flags = ["--from", "megatron", "--to", "megatronish", "--load", f"{tmp_path / 'a'}", "--save", f"{tmp_path / 'b'}"]
+    assert convert(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "holds a BERT of Megatron-LM, which normalises before a sublayer and once after the last; BERT" in line
+    assert line.endswith("convert one of Hugging Face (--from hf), or train one with pretrain_bert.py")
+    assert not (tmp_path / "b").exists()
+
+
 # Vocabulary.
 
 
@@ -557,6 +575,7 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], before_core: 
     [
         ({"position_embedding_type": "alibi"}, "no counterpart for position_embedding_type=alibi; keep this model in"),
         ({"embed_layernorm": True}, "no counterpart for embed_layernorm"),
+        ({"model_type": "bert"}, r"model_type=bert \(its BERT normalises before a sublayer\); keep this model in"),
         (
             {"attention_pattern": "fixed"},
             "no counterpart for attention_pattern=fixed; keep this model in another format",

@@ -39,6 +39,8 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.activations import quick_gelu, squared_relu  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec  # noqa: E402
+from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
@@ -47,6 +49,7 @@ from peer_on_cpu import core_on_cpu  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megatronish.core.errors import UserError  # noqa: E402
 from megatronish.formats.megatron import read as megatron  # noqa: E402
 from megatronish.formats.megatron.arguments import model_of  # noqa: E402
 from megatronish.formats.megatron.names import LOCAL  # noqa: E402
@@ -362,6 +365,29 @@ def test_what_the_peer_saved_has_its_logits_here(tmp_path: Path, alone: None, na
     model = their_model(args)
     save_as_they_do(tmp_path, model, args)
     torch.testing.assert_close(our_logits(*in_our_names(tmp_path)), their_logits(model, args), rtol=1e-5, atol=1e-5)
+
+
+def test_a_bert_of_the_peer_is_refused_by_name(tmp_path: Path, alone: None) -> None:
+    """It has all that our sentence and COMING_FROM say of it: a norm after the layers, none after the embedding."""
+    args = arguments("gpt2", 1, 1)
+    config = {
+        field.name: getattr(args, field.name) for field in dataclasses.fields(TransformerConfig) if field.name in args
+    }
+    config |= {"layernorm_epsilon": args.norm_epsilon, "num_query_groups": None, "use_cpu_initialization": True}
+    bert = BertModel(
+        TransformerConfig(**config),
+        2,
+        bert_layer_local_spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=SEQ_LENGTH,
+        share_embeddings_and_output_weights=True,
+    )
+    names = set(bert.state_dict_for_save_checkpoint())
+    assert {"encoder.final_layernorm.weight", "encoder.layers.0.input_layernorm.weight", "lm_head.dense.bias"} <= names
+    assert "embedding.tokentype_embeddings.weight" in names and not [name for name in names if "embedding.norm" in name]
+    save_as_they_do(tmp_path, bert, args)
+    with pytest.raises(UserError, match="holds a BERT of Megatron-LM, which normalises before a sublayer"):
+        megatron.read(tmp_path)
 
 
 @pytest.mark.parametrize("name", TYPED)

@@ -28,7 +28,8 @@ class ForwardFlops(NamedTuple):
     """Products of queries and keys."""
     values: float
     """Products of probabilities and values."""
-    logits: int
+    logits: float
+    """The output layer, and dense layers at the end: of every token, and of one token of a sequence."""
 
     @property
     def total(self) -> float:
@@ -51,13 +52,14 @@ def forward_flops(
         linear=sum(cost.linear_flops for cost in costs),
         scores=sum(cost.score_flops(seq_length, attention) for cost in costs),
         values=sum(cost.value_flops(seq_length, attention) for cost in costs),
-        logits=logits_flops(model, vocab_size),
+        logits=logits_flops(model, vocab_size, seq_length=seq_length),
     )
 
 
-def logits_flops(model: ModelConfig, vocab_size: int) -> int:
-    """FLOPs of one token forward in the output layer, and in the dense layers before it."""
-    return 2 * model.hidden_size * vocab_size + ends_of(model, seq_length=1).head.linear_flops
+def logits_flops(model: ModelConfig, vocab_size: int, *, seq_length: int) -> float:
+    """FLOPs of the average token forward in the output layer, and in the dense layers that a model ends with."""
+    ends = ends_of(model, seq_length=seq_length)
+    return 2 * model.hidden_size * vocab_size + ends.head.linear_flops + ends.of_sequence.linear_flops / seq_length
 
 
 def model_flops_per_token(

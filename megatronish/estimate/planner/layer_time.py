@@ -16,6 +16,7 @@ from megatronish.estimate.planner.device_speed import Efficiencies, Links, Machi
 from megatronish.estimate.planner.workload import Workload
 from megatronish.specs.attention import RingBytes, traded_heads
 from megatronish.specs.costs import AttentionCore, LayerCost, LinearShape
+from megatronish.specs.ends import ends_of
 
 BACKWARD_POINTWISE = 1.6  # bytes of the backward over those of the forward
 SCORE_BYTES = {"dropout": (13, 17), "plain": (8, 10)}  # a score, forward and backward, where scores are in memory
@@ -224,13 +225,13 @@ class LayerClock:
         return candidate.micro_batch * self.work.seq_length // candidate.mesh.cp
 
     def head(self, candidate: Candidate) -> Passes:
-        """Output layer with its loss."""
+        """Output layer with its loss, and the dense layers at the end of the model."""
         mesh, tokens, hidden = candidate.mesh, self.tokens(candidate), self.work.model.hidden_size
         columns = self.work.model.padded_vocab_size(self.work.vocab_size, mesh.tp) // mesh.tp
         logits = tokens * columns / self.machine.hbm
         gather = self.links.gather(mesh.tp, 1, self.work.element_bytes * tokens * hidden) if mesh.tp > 1 else 0.0
         in_parts, is_frozen = candidate.sequence_parallel, self.work.adapter.is_used
-        return Passes(
+        passes = Passes(
             Parts(
                 products=product_seconds(self.machine, tokens, hidden, columns),
                 pointwise=10 * logits,
@@ -242,6 +243,23 @@ class LayerClock:
                 tensor=(1 if is_frozen and in_parts else 2) * gather,
             ),
             Parts(products=0.0 if is_frozen else gradient_seconds(self.machine, tokens, hidden, columns)),
+        )
+        ends = ends_of(self.work.model, seq_length=self.work.seq_length)
+        rows = max(1, tokens // (mesh.tp if in_parts else 1))
+        for linear in ends.head.linears:
+            passes = passes.plus(self._dense(linear, rows, is_frozen=is_frozen))
+        for linear in ends.of_sequence.linears:
+            passes = passes.plus(self._dense(linear, candidate.micro_batch, is_frozen=is_frozen))
+        return passes
+
+    def _dense(self, linear: LinearShape, rows: int, *, is_frozen: bool) -> Passes:
+        """Linear layer that every rank of tp has whole, on so many rows, with what reads and writes its outputs."""
+        machine, inner, columns = self.machine, linear.in_features, linear.out_features
+        moved = 2 * self.work.element_bytes * rows * columns / machine.hbm
+        return Passes(
+            Parts(products=product_seconds(machine, rows, inner, columns), pointwise=moved),
+            Parts(products=product_seconds(machine, rows, columns, inner), pointwise=BACKWARD_POINTWISE * moved),
+            Parts(products=0.0 if is_frozen else gradient_seconds(machine, rows, inner, columns)),
         )
 
     def embedding(self, candidate: Candidate) -> Passes:

@@ -53,6 +53,7 @@ from megatronish.parallel.sharding import Sharding
 OLDEST_VERSION = 2.0  # before it, the rows of query_key_value had other orders
 ITERATION = re.compile(r"[0-9]{1,18}")
 CHUNK = re.compile(r"model(\d*)")
+BERT_HEAD = "lm_head.dense."  # in all versions; a T5 has an lm_head without it
 DEPTH = 8  # levels of nested dicts in models older than megatron-core
 
 
@@ -195,6 +196,7 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
         raise UserError(f"{first.path} cannot be converted: {error}") from error
     # Phase 2: parts of each tensor in the order of the tensor ranks, by its global name.
     grid, ranks = read_ranks(folder, first)
+    _refuse_encoder(folder, ranks)
     parts = by_expert(_by_global_name(ranks, folder, model), grid, model.num_experts, folder=folder)
     if EMBEDDING not in parts:
         raise UserError(f"{folder} holds no {EMBEDDING}, so it holds no GPT; name another")
@@ -212,6 +214,17 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
         tensors[EMBEDDING] = _with_copy(tensors[EMBEDDING], of_first, copies, folder)
         left_out[HEAD] = "the last stage's copy of the embedding, compared with it when that is read"
     return Model(replace(description, left_out=left_out), tensors)
+
+
+def _refuse_encoder(folder: Path, ranks: list[list[RankFile]]) -> None:
+    """UserError for a BERT, which is known by its head, on the last stage: `args` are the same for all models."""
+    names = {name for stage in ranks for rank in stage for chunk in rank.chunks.values() for name in chunk}
+    if any(name.startswith(BERT_HEAD) for name in names):
+        raise UserError(
+            f"{folder} holds a BERT of Megatron-LM, which normalises before a sublayer and once after the last; BERT "
+            "here is the published one, which normalises after each; convert one of Hugging Face (--from hf), or train "
+            "one with pretrain_bert.py"
+        )
 
 
 def _by_global_name(ranks: list[list[RankFile]], folder: Path, model: ModelConfig) -> dict[str, list[RankTensor]]:

@@ -35,7 +35,7 @@ class Stages:
             # An embedding lookup multiplies nothing: a copy of D values a token, against a layer's D^2 products.
             weights = SplitWeights(
                 embedding=1 / model.hidden_size,
-                head=logits_flops(model, vocab_size) / mean,
+                head=logits_flops(model, vocab_size, seq_length=seq_length) / mean,
                 layers=tuple(each / mean for each in flops),
             )
         embedding, head = parallel.ends_in_split
