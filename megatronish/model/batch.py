@@ -81,6 +81,8 @@ class MicroBatch:
     sample_ids: Tensor  # int64 [B]
     document_ids: Tensor | None = None  # int64 [B, whole S], equal within a document, rising along the sequence
     dataset_ids: Tensor | None = None  # int64 [B, S], the data set of each label, where losses are reported for each
+    encoder_length: int = 0
+    """Tokens of each row that an encoder reads, which come first; those of the decoder follow. 0 without an encoder."""
     num_loss_tokens: int = field(init=False)
     """Unmasked predictions, those of the loss."""
     pairs: CompletionPairs | None = field(default=None, init=False)
@@ -108,6 +110,7 @@ class MicroBatch:
             loss_mask=cut(self.loss_mask),
             position_ids=cut(self.position_ids),
             dataset_ids=None if self.dataset_ids is None else cut(self.dataset_ids),
+            encoder_length=int((places < self.encoder_length).sum()),
         )
         if self.pairs is not None:
             part = part.with_pairs(replace(self.pairs, of_labels=cut(self.pairs.of_labels)))
@@ -143,6 +146,12 @@ class MicroBatch:
         batch = self._copied(lambda tensor: tensor)
         object.__setattr__(batch, "sentences", sentences)
         return batch
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Lengths of what a row consists of: encoder and decoder, or the sequence alone."""
+        length = self.tokens.shape[1]
+        return (self.encoder_length, length - self.encoder_length) if self.encoder_length else (length,)
 
     @property
     def shapes(self) -> list[torch.Size]:
