@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatronish.config.config import Config
 from megatronish.core.errors import UserError
 from megatronish.data.sample import Sample
 from megatronish.model.batch import MicroBatch
@@ -33,8 +34,13 @@ Ids = NDArray[np.int64]
 class SpanRule(NamedTuple):
     """Part of a text's tokens that is hidden, and the mean length of a span of them."""
 
-    density: float = 0.15
-    mean_length: float = 3.0
+    density: float
+    mean_length: float
+
+    @classmethod
+    def of(cls, config: Config) -> "SpanRule":
+        """As the flags say."""
+        return cls(config.data.mask_prob, config.data.mean_span_length)
 
     def hidden(self, length: int) -> "HiddenSpans":
         """Tokens that are hidden of a text of at least two tokens, and their spans."""
@@ -69,6 +75,21 @@ def text_length(rule: SpanRule, *, encoder_length: int, decoder_length: int) -> 
     )
 
 
+def sides_of(config: Config) -> tuple[int, int]:
+    """Tokens of the encoder's and of the decoder's row of a sample."""
+    encoder, decoder = config.model.encoder_seq_length, config.model.decoder_seq_length
+    assert encoder is not None and decoder is not None, "a T5 is trained with the lengths of its sides"
+    return encoder, decoder
+
+
+def sample_length(config: Config) -> int:
+    """Tokens of a text that a data set is asked for: as many as a row has, or those whose hidden spans fit two rows."""
+    if not config.model.has_encoder:
+        return config.training.seq_length
+    encoder, decoder = sides_of(config)
+    return text_length(SpanRule.of(config), encoder_length=encoder, decoder_length=decoder)
+
+
 class SideRows(NamedTuple):
     """What the encoder reads and what the decoder writes of a sample, without filler."""
 
@@ -89,6 +110,20 @@ class SpanCollator:
     seed: int
     rule: SpanRule
 
+    @classmethod
+    def of(cls, config: Config, special: SpanTokens) -> "SpanCollator":
+        """The rules that a config asks for; UserError where a text has more spans than there are sentinels."""
+        rule, (encoder, decoder) = SpanRule.of(config), sides_of(config)
+        length = text_length(rule, encoder_length=encoder, decoder_length=decoder)
+        spans, most = rule.hidden(length).spans, len(special.sentinels)
+        if spans > most:
+            raise UserError(
+                f"a text of {length} tokens, which fits encoder_seq_length={encoder}, has {spans} hidden spans, and "
+                f"there are {most} sentinels; use --vocab-extra-ids {spans}, if the tokenizer has no own ones, or a "
+                "shorter --encoder-seq-length"
+            )
+        return cls(special, encoder, decoder, config.training.seed, rule)
+
     def __call__(self, samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
         """B samples -> [B, Se + Sd] tensors on the CPU."""
         rows = [self.rows(sample, number) for sample, number in zip(samples, sample_ids, strict=True)]
@@ -104,12 +139,6 @@ class SpanCollator:
         """The rows of the sample with this number."""
         text = sample.tokens[: len(sample.tokens) - 1 - sample.num_filler]
         tokens, spans = self.rule.hidden(len(text))
-        if spans > len(self.special.sentinels):
-            raise UserError(
-                f"a text of {len(text)} tokens has {spans} hidden spans, and there are "
-                f"{len(self.special.sentinels)} sentinels; use --vocab-extra-ids {spans}, or a shorter "
-                "--encoder-seq-length"
-            )
         stream = numpy_stream(self.seed, "spans", number)
         shown = _parts(len(text) - tokens, spans, stream)
         hidden = _parts(tokens, spans, stream)

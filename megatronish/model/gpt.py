@@ -354,6 +354,10 @@ class GPT(nn.Module):
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
         return self.head(self.final_norm(x))
 
+    def predicting(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        """[S, B, D] from the last layer -> the rows of which there are logits: all."""
+        return x
+
     def new_tally(self) -> Tally | None:
         """An empty tally for a forward of a step; None in evaluation, and for a dense model."""
         return None if self.balance is None else Tally(self.balance, (self.execution.cp, self.tp.axis))

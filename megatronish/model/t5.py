@@ -239,13 +239,17 @@ class T5(GPT):
 
         A table that embeds, too, has larger values than the weight of an output layer: its input is made smaller.
         """
-        x = self.final_norm(x)
-        return self.head(x * self.config.hidden_size**-0.5 if self.config.tied else x)
+        x, config = self.final_norm(x), self.config
+        return self.head(x * config.hidden_size**-0.5 if config.tied and not config.unscaled_logits else x)
+
+    def predicting(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        """[Se + Sd, B, D] -> [Sd, B, D]: the rows of the decoder."""
+        return x[batch.encoder_length // (self.tp.size if self.tp.cuts_sequence else 1) :]
 
     def losses(self, x: Tensor, batch: MicroBatch) -> Tensor:
         """[Se + Sd, B, D] from the last layer -> token losses [(Se + Sd)/cp, B], zeros for the encoder's."""
-        encoder, parts = batch.encoder_length, self.tp.size if self.tp.cuts_sequence else 1
+        encoder = batch.encoder_length
         labels = batch.labels[:, encoder:].t().contiguous()
-        logits = self.logits(x[encoder // parts :])
+        logits = self.logits(self.predicting(x, batch))
         losses = vocab_parallel_cross_entropy(logits, labels, vocab_size=self.vocab_size, tp=self.tp.axis)
         return torch.cat((losses.new_zeros(encoder, losses.shape[1]), losses))

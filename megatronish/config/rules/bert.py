@@ -68,7 +68,7 @@ def _unread(config: Config) -> str | None:
         return None
     for name in _OWN:
         value = getattr(getattr(config, FIELDS[name].section), name)
-        if value != FIELDS[name].default:
+        if value != FIELDS[name].default and not (name == "mask_prob" and config.model.has_encoder):
             return f"{name}={value} is read for BERT alone; add --model-type bert, or leave {FIELDS[name].flag} out"
     return None
 

@@ -138,6 +138,8 @@ class DenseOptions:
     """bert: rows of the table of token types, which tell the first sentence of a pair from the second."""
     bert_no_binary_head: bool = False
     """bert: no pooler and no head that tells whether two sentences are in order."""
+    unscaled_logits: bool = False
+    """t5: hidden states are not made smaller before an output layer that is tied (T5 1.1 with one table)."""
     num_layers: Annotated[int, REQUIRED, at_least(1), at_most(100_000)] = 0
     """Transformer layers in all. Derived for t5: those of the encoder and of the decoder."""
     hidden_size: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
