@@ -19,6 +19,7 @@ from megatronish.inference.generate import Sampling
 from megatronish.inference.load import SavedModel, find_trained, load_found
 from megatronish.inference.session import Session
 from megatronish.launch.place import Place
+from megatronish.tokenizer.control_tokens import SpanTokens
 from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 from megatronish.train.run import start_mesh
 
@@ -41,9 +42,17 @@ class OpenedModel:
         return self.config.training.seq_length
 
     @property
+    def special(self) -> SpanTokens | None:
+        """What starts and ends the rows of a model with an encoder."""
+        if not self.found.description.model.has_encoder:
+            return None
+        return self.tokenizer.span_tokens(self.found.description.data.vocab_extra_ids)
+
+    @property
     def stops(self) -> frozenset[int]:
         """Tokens that end a text."""
-        return frozenset({self.tokenizer.eod, *self.found.description.stops})
+        ends = () if self.special is None else (self.special.end,)
+        return frozenset({self.tokenizer.eod, *self.found.description.stops, *ends})
 
     def adapter(self, name: str | None) -> str | None:
         """Adapter of this name, None for the base; without a name the first. UserError if there is no such adapter."""
@@ -77,7 +86,7 @@ def open_model(arguments: ModelArguments, *, waits: bool = False) -> OpenedModel
         tokenizer=arguments.tokenizer_model,
         adapters=adapters_of(arguments.adapter),
     )
-    refuse_encoder(found)
+    refuse_encoder(found, answers=not waits)
     parallel = ParallelConfig(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
@@ -96,10 +105,16 @@ def open_model(arguments: ModelArguments, *, waits: bool = False) -> OpenedModel
     return OpenedModel(found, config, tokenizer_of(found))
 
 
-def refuse_encoder(found: SavedModel) -> None:
-    """UserError for a model that writes no text."""
-    kind = found.description.model.model_type
-    if not found.description.model.is_causal:
+def refuse_encoder(found: SavedModel, *, answers: bool = False) -> None:
+    """UserError for a model that writes no text; or, unless it need but answer, one that does not continue a text."""
+    model = found.description.model
+    kind = model.model_type
+    if model.has_encoder and not answers:
+        raise UserError(
+            f"{found.checkpoint} is model_type={kind}, which answers a text and does not continue it, as this command "
+            "asks for; use megatronish generate, or name a GPT"
+        )
+    if not model.is_causal:
         raise UserError(
             f"{found.checkpoint} is model_type={kind}, which sees both sides of a token and so writes no text; name a "
             "GPT, or measure the loss of this one with --eval-iters of pretrain_bert.py"

@@ -45,7 +45,8 @@ from megatronish.specs.layers import MLPSpec, SideSpec, layer_specs
 class StreamContext(Context):
     """Context of a forward over a stream of two sides.
 
-    `places` are those of each side along the whole stream, all ranks together. `rows` are the rows of each side that
+    `places` are those of each side along the whole stream, all ranks together; in generation those of the decoder count
+    from its first token. `rows` are the rows of each side that
     the residual stream holds on this rank. `text` is bool [B, 1, 1, Se], False where the encoder's row is padded; None
     where none is. `biases` are the score biases of the two sides.
     """
@@ -99,14 +100,17 @@ class BiasedAttention(nn.Module):
 
     def forward(self, x: Tensor, context: StreamContext, *, side: int, memory: Tensor | None = None) -> Tensor:
         """[Sq, B, D], of cross attention with the encoder's rows as `memory` -> [Sq, B, D]."""
-        cp = self.core.cp
+        cp, cache = self.core.cp, context.cache if side else None
         if memory is None:
             q, k, v = to_heads(self._heads(self.qkv(x, drop=context), "q", "k", "v"), cp)
-            asked, shown = context.places[side], context.places[side]
+            shown = context.places[side]
+            k, v = (k, v) if cache is None else cache.extended(k, v, layer=self.layer)
         else:
             (q,) = to_heads(self._heads(self.q(x, drop=context), "q"), cp)
             k, v = to_heads(self._heads(self.kv(memory, drop=context), "k", "v"), cp)
-            asked, shown = context.places[side], context.places[0]
+            shown = context.places[0]
+            k, v = (k, v) if cache is None else cache.of_encoder(k, v, layer=self.layer)
+        asked = context.places[side][-q.shape[0] :]  # in generation keys of tokens before are in the cache
         first = cp.rank * q.shape[2]
         bias = None
         if memory is None:
@@ -158,6 +162,8 @@ class SideBlock(nn.Module):
 
     def forward(self, x: Tensor, context: StreamContext) -> Tensor:
         """x + sublayer(norm(x)) for each sublayer, on the rows of this layer's side."""
+        if not context.rows[self.side]:  # in generation the encoder's rows are there once
+            return x
         rate, sides = self.config.hidden_dropout, list(x.split(context.rows))
         mine, context = sides[self.side], context.of_side(self.side)
         y = self.attention(self.attention_norm(mine), context, side=self.side)
@@ -219,13 +225,16 @@ class T5(GPT):
 
     def _context(self, batch: MicroBatch, *, cache: KeyValueCache | None, tally: Tally | None) -> Context:
         context, cp = super()._context(batch, cache=cache, tally=tally), self.execution.cp
-        device, (encoder, decoder) = batch.tokens.device, batch.sides
-        places = torch.arange((encoder + decoder) * cp.size, device=device).split(
-            [encoder * cp.size, decoder * cp.size]
-        )
+        device, encoder = batch.tokens.device, batch.encoder_length
+        decoder = batch.tokens.shape[1] - encoder
+        whole = torch.arange((encoder + decoder) * cp.size, device=device)
+        places = [*whole.split([encoder * cp.size, decoder * cp.size])]
         parts = self.tp.size if self.tp.cuts_sequence else 1
         ids = batch.document_ids
         text = None if ids is None else (ids[:, : encoder * cp.size] == 0)[:, None, None]
+        if cache is not None:
+            cache.text = text = text if encoder else cache.text
+            places[1] = torch.arange(cache.num_columns + decoder, device=device)
         return StreamContext(
             **vars(context),
             places=(places[0], places[1]),

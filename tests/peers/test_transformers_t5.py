@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from megatronish.data.spans import SideRows, side_by_side
 from megatronish.formats.prove import compare_logits, our_model
+from megatronish.inference.generate import Sampling, generate
+from megatronish.inference.load import load_model
 from megatronish.model.batch import MicroBatch
 from megatronish.tokenizer.control_tokens import SpanTokens
 
@@ -119,6 +121,24 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, kind: str)
         grad = here[key].grad
         assert grad is not None
         assert (grad[: len(gradient)] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), key
+
+
+def test_the_likeliest_text_is_the_same(tmp_path: Path) -> None:
+    prompts = [[5, 6, 7, 8, 9, 1], [10, 1], [11, 12, 13, 1], [20, 21, 22, 1]]
+    for kind in KINDS:
+        model, folder = random_t5(kind), tmp_path / kind
+        model.save_pretrained(folder)
+        to_ours(folder, folder / "ours")
+        expected = []
+        for prompt in prompts:
+            found = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0].tolist()
+            expected.append([token for token in found[1:] if token != 1])
+        texts: list[list[int]] = [[] for _ in prompts]
+        greedy = {"sampling": Sampling(temperature=0.0), "stops": {1}, "decoder_start": 0}
+        trained = load_model(folder / "ours").model
+        for number, token in generate(trained, prompts, num_tokens=12, seq_length=8, batch_size=3, **greedy):
+            texts[number] += [] if token is None else [token]
+        assert texts == expected and any(texts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
