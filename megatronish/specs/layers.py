@@ -233,6 +233,22 @@ class SideSpec(LayerSpec):
         cost += norm("mlp_norm") + replace(mlp, linears=own, kept=Count(split=int(mlp.kept.split * self.share)))
         return cost + norm("final_norm") if self.ends_encoder else cost
 
+    def more_kept(self, run: AttentionRun, *, learns: bool) -> float:
+        """As of any layer, of the tokens of this side; the rows of the other side stay in one tensor with them."""
+        mlp = self.mlp.more_kept(self._of_side(run.size), fused=run.kernels, learns=learns)
+        return mlp + sum(each.more_kept(run) for each in self.attentions)
+
+    def transients(self, run: AttentionRun) -> float:
+        """As of any layer, of the tokens of this side, and the gradient of all rows."""
+        size = self._of_side(run.size)
+        attention = max(each.transients(run) for each in self.attentions)
+        return run.size.residual + max(self.mlp.transients(size), attention - self.mlp.freed(size))
+
+    def _of_side(self, size: ActivationBytes) -> ActivationBytes:
+        """Bytes of activations of this side's tokens."""
+        names = ("feature", "hidden", "residual")
+        return size._replace(**{name: getattr(size, name) * float(self.share) for name in names})
+
 
 def _norm_shape(model: ModelConfig, name: str) -> NormShape:
     return NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p, name=name)

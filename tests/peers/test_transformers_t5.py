@@ -126,7 +126,8 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, kind: str)
 def test_the_likeliest_text_is_the_same(tmp_path: Path) -> None:
     prompts = [[5, 6, 7, 8, 9, 1], [10, 1], [11, 12, 13, 1], [20, 21, 22, 1]]
     for kind in KINDS:
-        model, folder = random_t5(kind), tmp_path / kind
+        # transformers makes a cache of as many layers as the encoder has.
+        model, folder = random_t5(kind, num_decoder_layers=2), tmp_path / kind
         model.save_pretrained(folder)
         to_ours(folder, folder / "ours")
         expected = []

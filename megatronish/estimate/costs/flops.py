@@ -56,8 +56,9 @@ def forward_flops(
 
 
 def logits_flops(model: ModelConfig, vocab_size: int) -> int:
-    """FLOPs of one token forward in the output layer, and in the dense layers before it."""
-    return 2 * model.hidden_size * vocab_size + ends_of(model, seq_length=1).head.linear_flops
+    """FLOPs of the average token forward in the output layer and before it: tokens of an encoder predict nothing."""
+    of_predicting = 2 * model.hidden_size * vocab_size + ends_of(model, seq_length=1).head.linear_flops
+    return int(of_predicting * (1 - model.encoder_share))
 
 
 def model_flops_per_token(

@@ -183,7 +183,8 @@ class StateTraffic(StepTraffic):
             if parameter.learns:
                 sums_over = self.sums_over(parameter)
                 coded = self.is_coded(parameter)
-                key = (parameter.domain, sums_over, parameter.cut, parameter.sources, coded)
+                alone = parameter.name if parameter.tied == "stages" else ""
+                key = (parameter.domain, sums_over, parameter.cut, parameter.sources, coded, alone)
                 alike.setdefault(key, []).append(parameter)
         for group in alike.values():
             sizes, first = [parameter.size for parameter in group], group[0]
@@ -208,8 +209,12 @@ class StateTraffic(StepTraffic):
 
     def sums_over(self, parameter: StageParameter) -> tuple[str, ...]:
         """Axes over which a gradient is summed besides its data ranks."""
-        shared = parameter.tied and self.config.layout.pp > 1 and self.load.is_first != self.load.is_last
-        return (*(axis for axis in parameter.partial if self.sizes[axis] > 1), *(("embedding",) if shared else ()))
+        holders = {
+            "ends": ("embedding",) if self.load.is_first != self.load.is_last else (),
+            "stages": ("pp",),
+        }
+        tied = holders[parameter.tied] if parameter.tied is not None and self.config.layout.pp > 1 else ()
+        return (*(axis for axis in parameter.partial if self.sizes[axis] > 1), *tied)
 
     def _rows(self) -> None:
         """ZeRO-3: parameters are gathered before every forward and backward, gradients reduced after every backward."""
