@@ -161,8 +161,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         notes.append(
             "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
         )
-    config = _sums_of_sides(config)
-    config, of_tokens = _tokens_as_samples(config, invalid)
+    config, of_tokens = _tokens_as_samples(_sums_of_sides(config), invalid)
     notes += [*of_tokens, *_idle_loss_scale(config.training)]
     config = _objective_of_model(_last_batch_size(config, invalid))
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)

@@ -183,12 +183,12 @@ def side_by_side(
         tokens[number, encoder_length:end] = np.concatenate(([special.start], targets[:-1]))
         labels[number, encoder_length:end] = targets
         mask[number, encoder_length:end] = True
-    return MicroBatch(
+    batch = MicroBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(mask),
         position_ids=torch.arange(length).expand(len(rows), -1).contiguous(),
         sample_ids=torch.tensor(sample_ids),
         document_ids=torch.from_numpy(documents),
-        encoder_length=encoder_length,
     )
+    return batch.with_encoder(encoder_length)

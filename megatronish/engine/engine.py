@@ -54,11 +54,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.balancing = Balancing(self.stage.model)
-        shardings = self.stage.shardings
-        # A table that every stage holds is read by those alone that have a layer of its side.
-        self.arrivals = GradientArrivals(
-            {name: each for name, each in self.stage.model.named_parameters() if not shardings[name].is_shared}
-        )
+        self.arrivals = GradientArrivals(dict(self.stage.model.named_parameters()), self.stage.shardings)
 
     def step(
         self,

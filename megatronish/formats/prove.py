@@ -142,6 +142,6 @@ def our_logits(folder: Path, tokens: Tensor) -> Tensor:
     tokens = torch.cat((tokens, tokens), dim=1) if encoder else tokens
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    batch = MicroBatch(tokens, tokens, mask, positions, torch.arange(len(tokens)), encoder_length=encoder)
+    batch = MicroBatch(tokens, tokens, mask, positions, torch.arange(len(tokens))).with_encoder(encoder)
     logits = model.logits(model.predicting(model.hidden(None, batch, step=None), batch))
     return logits[..., :vocab_size].transpose(0, 1)

@@ -145,16 +145,16 @@ class AnsweringBatch(DecodingBatch):
         return self._of(torch.cat((sources, newest), dim=1), filler, encoder_length=longest)
 
     def _of(self, tokens: Tensor, documents: Tensor | None, *, encoder_length: int) -> CachedMicroBatch:
-        return CachedMicroBatch(
+        batch = CachedMicroBatch(
             tokens=tokens,
             labels=tokens,
             loss_mask=torch.zeros_like(tokens, dtype=torch.bool),
             position_ids=torch.zeros_like(tokens),
             sample_ids=torch.arange(len(tokens)),
             document_ids=documents,
-            encoder_length=encoder_length,
             cache=self.cache,
         )
+        return batch.with_encoder(encoder_length)
 
 
 def forward_chunk(model: GPT, x: Tensor | None, micro_batch: MicroBatch, /, *, step: int | None) -> ChunkOutput:

@@ -1,8 +1,8 @@
 """Relative position bias: what a distance adds to the scores of attention, learned for each head (T5).
 
-Distances are told apart by buckets: short ones have a bucket each, longer ones share buckets that grow by powers, and
-from `max_distance` on all have the last one. In an encoder half of the buckets are for keys after the query.
-Raffel et al. 2020 (arXiv:1910.10683), section 2.1.
+Distances have buckets: short ones have a bucket each, longer ones share buckets that grow by powers, and from
+`max_distance` on all have the last one. In an encoder half of the buckets are for keys after the query. Raffel et al.
+2020 (arXiv:1910.10683), section 2.1.
 """
 
 import math

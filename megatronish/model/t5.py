@@ -1,8 +1,8 @@
 """T5: an encoder and a decoder, or the chunks of both that a pipeline stage holds (arXiv:1910.10683).
 
 A row of the model is one stream, [encoder | decoder]: the hidden states are [Se + Sd, B, D], of which layers of the
-encoder change the first Se and layers of the decoder the last Sd, reading the first. So what travels between pipeline
-stages, and every schedule, is that of a GPT; the encoder's output and its gradient are parts of it.
+encoder change the first Se and layers of the decoder the last Sd, reading the first. So what pipeline stages send, and
+every schedule, is that of a GPT; the encoder's output and its gradient are parts of it.
 
 Sequence and context parallelism cut each side by itself: a rank holds a part of the encoder's rows and then a part of
 the decoder's. Places along the stream name dropout masks, and tell a layer's scores of decoder with decoder from those

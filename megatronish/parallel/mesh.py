@@ -203,13 +203,11 @@ class Mesh:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         everyone = tuple(range(layout.world_size))
         axis = partial(new_axis, rank=rank, timeout=timeout, backend=backend_of(device.type, backend), record=record)
-        stages, (first, last), shares = layout.groups("pp"), embedding_stages, (zero_stage, islands, copies, kept_over)
-        tp = axis("tp", layout.groups("tp"))
-        embedding = axis("embedding", [[ranks[first], ranks[last]] for ranks in stages if ranks[first] != ranks[last]])
-        pp = axis("pp", stages)
+        stages, shares = layout.groups("pp"), (zero_stage, islands, copies, kept_over)
+        tp, pp = axis("tp", layout.groups("tp")), axis("pp", stages)
+        tied = {"ends": axis("embedding", _ends_of(stages, embedding_stages)), "stages": pp}
         domain = partial(_domain, shares=DataShares(*shares), axis=axis, device=device)
-        holders = {"ends": embedding, "stages": pp}
-        domains = {"dense": domain("dense", layout.groups("dp", "cp"), model={"tp": tp}, holders=holders)}
+        domains = {"dense": domain("dense", layout.groups("dp", "cp"), model={"tp": tp}, holders=tied)}
         if experts is not None:
             groups = layout.expert_groups(experts)
             axes = {name: axis(name, groups[name]) for name in ("ep", "etp")}
@@ -224,7 +222,7 @@ class Mesh:
             dp=axis("dp", _in_rows(layout.groups("dp"), islands), backend=backend_of("cpu", backend)),
             cp=axis("cp", layout.groups("cp")),
             tp=tp,
-            embedding_axis=embedding,
+            embedding_axis=tied["ends"],
             p2p_axes={(kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind, up in sorted(lines)},
             domains=domains,
             experts=ExpertParallel(**domains["experts"].model) if experts is not None else ExpertParallel(),
@@ -307,6 +305,12 @@ def _world(ranks: tuple[int, ...], rank: int, record: RankRecord) -> Axis:
     if len(ranks) == 1:
         return Axis("world", 1, rank, ranks)
     return Axis("world", len(ranks), rank, ranks, dist.group.WORLD, record.line("world", ranks))
+
+
+def _ends_of(stages: Sequence[Sequence[int]], ends: tuple[int, int]) -> list[list[int]]:
+    """The ranks of each pipeline that hold the ends of the model, where they are two."""
+    first, last = ends
+    return [[ranks[first], ranks[last]] for ranks in stages if ranks[first] != ranks[last]]
 
 
 class DataShares(NamedTuple):

@@ -340,7 +340,7 @@ class BiasedAttentionSpec(AttentionSpec):
         return 4 + (1 + width if run.has_dropout else 2 if width == 2 else 0)
 
     def more_kept(self, run: AttentionRun) -> float:
-        """Nothing."""
+        """Nothing is kept that the cost row has not."""
         return 0.0
 
     def transients(self, run: AttentionRun) -> float:

@@ -66,7 +66,7 @@ def uncached(prompt: list[int]) -> list[int]:
         row = torch.tensor([[*prompt, *tokens]])
         mask = torch.ones_like(row, dtype=torch.bool)
         places = torch.arange(row.shape[1])[None]
-        batch = MicroBatch(row, row, mask, places, torch.arange(1), encoder_length=len(prompt))
+        batch = MicroBatch(row, row, mask, places, torch.arange(1)).with_encoder(len(prompt))
         logits = model.logits(model.predicting(model.hidden(None, batch, step=None), batch))
         token = int(logits[-1, 0, :VOCABULARY].argmax())
         if token == 3:
