@@ -347,7 +347,9 @@ class BiasedAttentionSpec(AttentionSpec):
         """Gradients of queries, keys and values, and of the scores."""
         sizes = self.num_heads * self.queries + 2 * self.num_kv_heads * self.keys
         num_bytes = run.size.residual + run.size.feature * self.head_size * float(sizes)
-        more = 8 + (self.bytes_per_score(run) if run.is_selective else 0)
+        # In 16 bits the copy of the probabilities is free again when their gradient comes.
+        more = 8 if run.size.element == 4 else 6 if run.has_dropout else 4
+        more += self.bytes_per_score(run) if run.is_selective else 0
         scores = run.tokens * run.seq_length * self.queries * self.keys * self.num_heads / run.size.tp
         return num_bytes + more * float(scores)
 
