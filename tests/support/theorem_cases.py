@@ -70,6 +70,7 @@ CASES = [
     Layout(pp=3, cp=2),
     *[Layout(dp=4, pp=2)] * 3,
     *[Layout(dp=2, pp=2)] * 2,
+    *[Layout(tp=2, pp=2)] * 2,
     Layout(pp=2, cp=4),
 ]
 CHOICES = [choices(layout) for layout in CASES]
