@@ -48,9 +48,17 @@ def test_what_a_t5_is_not_is_refused(flags: str, sentence: str) -> None:
     assert sentence in str(refused.value)
 
 
-def test_a_side_that_is_missing_is_named() -> None:
-    with pytest.raises(UserError, match="decoder_num_layers is not given; add --decoder-num-layers"):
-        read("", sizes=SIZES.replace("--decoder-num-layers 3", ""))
+@pytest.mark.parametrize("flag", ["--decoder-num-layers 3", "--encoder-num-layers 2", "--encoder-seq-length 24"])
+def test_a_side_that_is_missing_is_named(flag: str) -> None:
+    name = flag.split()[0]
+    with pytest.raises(UserError) as refused:
+        read("", sizes=SIZES.replace(flag, ""))
+    assert f"{name.removeprefix('--').replace('-', '_')} is not given; add {name}" in str(refused.value)
+
+
+def test_layers_of_all_without_sides_are_refused() -> None:
+    with pytest.raises(UserError, match="encoder_num_layers is not given; add --encoder-num-layers and --decoder"):
+        read("--num-layers 4", sizes=SIZES.replace("--encoder-num-layers 2 --decoder-num-layers 3", ""))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ CASES: list[tuple[Layout, Chosen]] = [
     (Layout(cp=2), {"documents": True, "dropout": 0.1, "cp_comm_type": "a2a"}),
     (Layout(pp=2), {"schedule": "zb-h1", "documents": True, "num_microbatches": 3, "zero": 1}),
     (Layout(dp=2), {"zero": 3, "documents": True, "recompute": "uniform"}),
-    (Layout(dp=2), {"zero": 2, "recompute": "uniform", "tied": False}),
+    (Layout(dp=2, pp=2), {"zero": 2, "recompute": "block", "tied": False, "schedule": "1f1b"}),
     (Layout(pp=3), {"schedule": "interleaved", "num_microbatches": 3, "recompute": "selective"}),
     (Layout(tp=2, pp=2), {"schedule": "zb-v", "sequence_parallel": True, "zero": 1, "dropout": 0.1}),
 ]
