@@ -40,7 +40,10 @@ def test_a_run_goes_on_in_another_layout_and_from_its_export(tmp_path: Path, dat
 
     to_hf(one, tmp_path / "hf")
     before, after = (load_model(folder).model.state_dict() for folder in (one, tmp_path / "hf"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(after[name][: len(tensor)], tensor)
+        for name, tensor in before.items()  # which is padded less
+    )
     flags = f"--load-hf {tmp_path / 'hf'} --vocab-size 101 --train-iters 2"
     argv = with_t5(
         f"{flags} --encoder-seq-length 24 --decoder-seq-length 12 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "

@@ -17,6 +17,7 @@ from plugged import EXAMPLES, forgotten
 from megatronish.commands.finetune import with_start
 from megatronish.commands.main import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.commands.main import run as run_command
+from megatronish.commands.pretrain_t5 import with_t5
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
 from megatronish.config.read import ConfigError, read_config
@@ -100,14 +101,14 @@ def test_every_command_is_of_a_kind_that_is_checked_here() -> None:
     assert not [words for words in COMMANDS if words[0] not in known]
     # tests/docs/test_tutorial.py runs awk
     scripts = [words for words in COMMANDS if words[0] not in ("make", "awk") and "pip" not in words[:2]]
-    training_scripts = of_script("pretrain_gpt") + of_script("finetune_gpt")
+    training_scripts = of_script("pretrain_gpt") + of_script("pretrain_t5") + of_script("finetune_gpt")
     checked = training_scripts + of_script("tools/") + of_script("examples/") + of_command()
     builds = of_script("setup")  # tests/kernels/test_kernels_build.py
     assert len(scripts) == len(checked + builds)
     assert not [words for words in of_command() if words[0] not in {*COMMANDS_OF_MEGATRONISH, "--version"}]
 
 
-TRAINING = ("pretrain_gpt.py", "finetune_gpt.py", "pretrain", "finetune")
+TRAINING = ("pretrain_gpt.py", "pretrain_t5.py", "finetune_gpt.py", "pretrain", "finetune")
 
 
 def training() -> list[list[str]]:
@@ -120,7 +121,10 @@ def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch:
     monkeypatch.chdir(ROOT)
     problems: list[str] = []
     place = next(number for number, word in enumerate(words) if word in TRAINING)
-    flags = with_start(words[place + 1 :]) if words[place].startswith("finetune") else words[place + 1 :]
+    added = {"finetune": with_start, "pretrain_t5": with_t5}.get(
+        words[place].split("_gpt")[0].removesuffix(".py"), list
+    )
+    flags = added(words[place + 1 :])
     try:
         with forgotten():
             read_config(flags, world_size=world_size(words), read_start=read_start)
