@@ -4,6 +4,8 @@ Before attention an all-to-all turns a part of the sequence with all heads into 
 After attention a second all-to-all turns the result back.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,13 +36,7 @@ def all_to_all_attention(
     repeats = num_repeats(heads, k.shape[2], cp.size)
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
-    # 1. One all-to-all for queries, keys and values: heads are grouped by the rank they go to,
-    #    [S/cp, B, cp, n/cp + 2 k/cp, H], and the groups put one after the other, [cp S/cp, B, n/cp + 2 k/cp, H].
-    parts = [x.unflatten(2, (cp.size, -1)) for x in (q, k, v)]
-    mine = torch.cat(parts, dim=3).movedim(2, 0).flatten(0, 1)
-    # 2. What arrives is the sequence by ranks; `from_zigzag` puts it in order: [S, B, n/cp + 2 k/cp, H].
-    whole = from_zigzag(comm.all_to_all(mine, cp), cp.size)
-    q, k, v = whole.split([part.shape[3] for part in parts], dim=2)
+    q, k, v = to_heads((q, k, v), cp)
     my_heads = range(cp.rank * q.shape[2], (cp.rank + 1) * q.shape[2])
     out = attend_alone(
         q,
@@ -52,8 +48,26 @@ def all_to_all_attention(
         dropout=dropout,
         sinks=None if sinks is None else sinks[my_heads.start : my_heads.stop],
     )
-    # 3. The way back: [S, B, n/cp H] -> [S/cp, B, n H], heads in their order.
-    back = comm.all_to_all(to_zigzag(out, cp.size), cp)
+    return to_places(out, cp)
+
+
+def to_heads(parts: Sequence[Tensor], cp: Axis) -> tuple[Tensor, ...]:
+    """[S/cp, B, n, H] each -> [S, B, n/cp, H] each: by one all-to-all, from parts of the sequence to parts of heads."""
+    if cp.size == 1:
+        return tuple(parts)
+    # Heads are grouped by the rank they go to, [S/cp, B, cp, (sum of n)/cp, H], and the groups put one after the other.
+    grouped = [x.unflatten(2, (cp.size, -1)) for x in parts]
+    mine = torch.cat(grouped, dim=3).movedim(2, 0).flatten(0, 1)
+    # What arrives is the sequence by ranks; `from_zigzag` puts it in order.
+    whole = from_zigzag(comm.all_to_all(mine, cp), cp.size)
+    return whole.split([each.shape[3] for each in grouped], dim=2)
+
+
+def to_places(x: Tensor, cp: Axis) -> Tensor:
+    """[S, B, n/cp H] -> [S/cp, B, n H]: the way back, heads in their order."""
+    if cp.size == 1:
+        return x
+    back = comm.all_to_all(to_zigzag(x, cp.size), cp)
     return back.unflatten(0, (cp.size, -1)).movedim(0, 2).flatten(2)
 
 

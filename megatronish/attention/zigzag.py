@@ -4,10 +4,14 @@ The sequence is cut into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r, in
 sees c whole chunks and half of itself, so every rank has the same work: 2 cp - 1 whole chunks and two halves.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatronish.parallel.mesh import Axis
 
 
 class Chunks(NamedTuple):
@@ -31,6 +35,16 @@ def places_of(seq_length: int, cp_rank: int, cp_size: int, *, device: torch.devi
         return torch.arange(seq_length, device=device)
     chunks = chunks_of(seq_length, cp_rank, cp_size)
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+
+
+def places_on(lengths: Sequence[int], cp: Axis, *, device: torch.device | None = None) -> Tensor:
+    """int64 [S/cp]: of sequences one after the other, of these lengths in all, the places that a cp rank holds."""
+    starts = accumulate(lengths, initial=0)
+    parts = [
+        start + places_of(length, cp.rank, cp.size, device=device)
+        for start, length in zip(starts, lengths, strict=False)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def from_zigzag(x: Tensor, cp_size: int) -> Tensor:

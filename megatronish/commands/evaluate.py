@@ -12,7 +12,7 @@ from typing import Any
 
 from megatronish.commands import perplexity
 from megatronish.commands.inference_flags import EvaluateArguments
-from megatronish.commands.model_loading import A_WEEK, OpenedModel, tokenizer_of
+from megatronish.commands.model_loading import A_WEEK, OpenedModel, refuse_encoder, tokenizer_of
 from megatronish.commands.perplexity import check, sections, unwritable
 from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.sections.data import ChatConfig
@@ -60,6 +60,7 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> TasksToScore:
     found = find_trained(
         arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapters=adapters
     )
+    refuse_encoder(found)
     names = known_tasks(arguments)
     parallel, training = sections(arguments, found, place)
     config = found.config(replace(parallel, distributed_timeout_minutes=A_WEEK), training)

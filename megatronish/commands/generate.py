@@ -40,6 +40,10 @@ class Generation:
         """Tokenizer of the model and its prompts."""
         return self.model.tokenizer
 
+    def shown_of(self, number: int) -> Sequence[int]:
+        """What a text is shown with in front of it: its prompt, unless the text is an answer to it."""
+        return self.tokens[number] if self.model.special is None else ()
+
 
 def check(arguments: GenerateArguments) -> None:
     """UserError for numbers out of range."""
@@ -76,6 +80,8 @@ def prepare(arguments: GenerateArguments) -> Generation:
     tokens = tuple(
         encode_prompt(model.tokenizer, prompt, add_special_tokens=arguments.add_special_tokens) for prompt in prompts
     )
+    if model.special is not None:
+        tokens = tuple([*each, model.special.end] for each in tokens)
     return Generation(arguments, model, prompts, tokens, sampling, model.adapter(arguments.use_adapter))
 
 
@@ -85,10 +91,11 @@ def write(task: Generation, place: Place) -> int:
     session = task.model.load(place, batch_size=flags.batch_size)
     if session.mesh.is_main:
         tell_of_long_texts(task)
-        start = time.perf_counter()
-        order = Continuation(task.tokens, flags.num_tokens, task.model.stops, task.sampling, task.adapter)
+        begun = time.perf_counter()
+        start = None if task.model.special is None else task.model.special.start
+        order = Continuation(task.tokens, flags.num_tokens, task.model.stops, task.sampling, task.adapter, start)
         count = show(task, session.generate(order))
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - begun
         print(f"{count:,} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
         session.close()
     else:
@@ -99,6 +106,8 @@ def write(task: Generation, place: Place) -> int:
 
 def tell_of_long_texts(task: Generation) -> None:
     """Messages about texts longer than the model sees: prompts that are cut, tokens without a KV cache."""
+    if task.model.special is not None:  # of any length
+        return
     seen = task.model.seq_length
     cut = sum(len(tokens) > seen for tokens in task.tokens)
     if cut:
@@ -113,7 +122,7 @@ def show(task: Generation, written: Iterable[GeneratedToken]) -> int:
     following = [list[int]() for _ in task.prompts]
     ended, num_shown = set[int](), 0
     grows = path is None and len(task.prompts) == 1 and sys.stdout.isatty()
-    live = TextStream(lambda tokens: task.tokenizer.decode([*task.tokens[0], *tokens])) if grows else None
+    live = TextStream(lambda tokens: task.tokenizer.decode([*task.shown_of(0), *tokens])) if grows else None
     with opened_output(path) as file:
         for number, token in written:
             if token is None:
@@ -150,7 +159,7 @@ def opened_output(path: Path | None) -> Iterator[TextIO | None]:
 
 def show_one(task: Generation, number: int, following: Sequence[int], file: TextIO | None) -> None:
     """Print the text of one prompt, or write it to `file` as a line of JSON."""
-    prompt, tokens = task.prompts[number], task.tokens[number]
+    prompt, tokens = task.prompts[number], task.shown_of(number)
     text = task.tokenizer.decode([*tokens, *following])
     if file is None:
         several = f"--- prompt {number + 1} of {len(task.prompts)}\n" if len(task.prompts) > 1 else ""

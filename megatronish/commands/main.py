@@ -192,6 +192,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "pretrain": Command("train", "pretrain", "train a GPT from a config and flags, on one rank or many"),
+    "pretrain-t5": Command("train", "pretrain_t5", "train a T5: an encoder and a decoder, on hidden spans"),
     "pretrain-bert": Command("train", "pretrain_bert", "train a BERT: masked tokens, and the order of sentences"),
     "finetune": Command("train", "finetune", "train a model further, whole or with adapters"),
     "launch": Command("train", "launch", "run a command on the hosts of a hostfile, over ssh"),

@@ -19,6 +19,7 @@ from megatronish.inference.generate import Sampling
 from megatronish.inference.load import SavedModel, find_trained, load_found
 from megatronish.inference.session import Session
 from megatronish.launch.place import Place
+from megatronish.tokenizer.control_tokens import SpanTokens
 from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 from megatronish.train.run import start_mesh
 
@@ -41,9 +42,17 @@ class OpenedModel:
         return self.config.training.seq_length
 
     @property
+    def special(self) -> SpanTokens | None:
+        """What starts and ends the rows of a model with an encoder."""
+        if not self.found.description.model.has_encoder:
+            return None
+        return self.tokenizer.span_tokens(self.found.description.data.vocab_extra_ids)
+
+    @property
     def stops(self) -> frozenset[int]:
         """Tokens that end a text."""
-        return frozenset({self.tokenizer.eod, *self.found.description.stops})
+        ends = () if self.special is None else (self.special.end,)
+        return frozenset({self.tokenizer.eod, *self.found.description.stops, *ends})
 
     def adapter(self, name: str | None) -> str | None:
         """Adapter of this name, None for the base; without a name the first. UserError if there is no such adapter."""
@@ -77,6 +86,8 @@ def open_model(arguments: ModelArguments, *, waits: bool = False) -> OpenedModel
         tokenizer=arguments.tokenizer_model,
         adapters=adapters_of(arguments.adapter),
     )
+    if waits:
+        refuse_encoder(found)
     parallel = ParallelConfig(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
@@ -93,6 +104,16 @@ def open_model(arguments: ModelArguments, *, waits: bool = False) -> OpenedModel
     config = found.config(replace(parallel, distributed_timeout_minutes=A_WEEK) if waits else parallel, training)
     config = replace(config, plugins=PluginsConfig(arguments.plugin))
     return OpenedModel(found, config, tokenizer_of(found))
+
+
+def refuse_encoder(found: SavedModel) -> None:
+    """UserError for a model that answers a text, and does not continue it."""
+    model = found.description.model
+    if model.has_encoder:
+        raise UserError(
+            f"{found.checkpoint} is model_type={model.model_type}, which answers a text and does not continue it, as "
+            "this command asks for; use megatronish generate, or name a GPT"
+        )
 
 
 def tokenizer_of(found: SavedModel) -> Tokenizer:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from megatronish.commands.bad_lines import BadLines
 from megatronish.commands.inference_flags import EvaluateArguments
+from megatronish.commands.model_loading import refuse_encoder
 from megatronish.config.config import Config
 from megatronish.config.defaults import smallest_dp
 from megatronish.config.plugins import PluginsConfig, import_plugins
@@ -57,6 +58,7 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
     found = find_trained(
         arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapters=adapters
     )
+    refuse_encoder(found)
     config = found.config(*sections(arguments, found, place))
     seq_length = config.training.seq_length
     stride = seq_length if arguments.stride is None else arguments.stride

@@ -1,7 +1,7 @@
 """Pretraining of a GPT: read the config, start the ranks, train."""
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,8 @@ from megatronish.commands.configuration import read_config
 from megatronish.commands.dry_run import dry_run_ranks
 from megatronish.commands.exit_status import exit_status_of_ranks, is_main
 from megatronish.config.config import Config
+from megatronish.config.settings import read_command_line
+from megatronish.config.shipped import fields_given
 from megatronish.launch.imports import importing
 from megatronish.launch.place import Place, place_from_environment, refuse_too_many
 
@@ -25,6 +27,19 @@ def main(
 ) -> int:
     """Run the command; the exit status. `check` raises UserError for flags that are wrong for another reason."""
     return exit_status_of_ranks(partial(_run, argv, program, check))
+
+
+def with_settings(argv: Sequence[str], settings: Mapping[str, str | None], *, run_dir: str) -> list[str]:
+    """The command line with these settings in front of it, but those that flags or the file have given.
+
+    A value of None is that of a flag without one. `run_dir` is the folder of a run without a config file.
+    """
+    line = read_command_line(argv)
+    given = fields_given(line)
+    if line.config_file is None:
+        settings = {**settings, "run_dir": run_dir}
+    flags = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items() if name not in given]
+    return [*(word for words in flags for word in words if word is not None), *argv]
 
 
 def _run(argv: Sequence[str], program: str, check: Callable[[Sequence[str]], None], place: Place | None) -> int:

@@ -22,6 +22,7 @@ from megatronish.config.rules import (
     pipeline,
     plugins,
     run,
+    t5,
     training,
 )
 from megatronish.config.sections.data import DataConfig, parse_blend, split_part
@@ -56,6 +57,7 @@ MOST_ELEMENTS = 2**48  # of a tensor; torch counts bytes in 64 bits, and no mode
 # In the order in which their complaints are printed.
 RULES = (
     *bert.RULES,
+    *t5.RULES,
     *parallel.CUT_RULES,
     *pipeline.STAGE_RULES,
     *training.RECOMPUTE_RULES,
@@ -115,6 +117,8 @@ def _missing(config: Config, *, invalid: Collection[str]) -> dict[str, str]:
         if REQUIRED not in field.marks or name in invalid or values[name] not in (None, field.default):
             continue
         remedy = f"set it in [{field.section}] of the config file, or add {field.flag}"
+        if config.model.has_encoder and name in t5.SIDES:
+            remedy = f"of a T5 add {' and '.join(FIELDS[side].flag for side in t5.SIDES[name])}"
         if keep.load is not None and not keep.use_checkpoint_args and name in (*vars(config.model), "seq_length"):
             remedy = f"add --use-checkpoint-args, which takes it from --load {keep.load}, or {field.flag}"
         unset = "" if field.default is None else f", or {field.default}"

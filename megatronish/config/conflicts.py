@@ -32,6 +32,7 @@ TOKENS = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens")
 LOSS_SCALE_RULE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _SPLIT_DATA = ("train_data_path", "valid_data_path", "test_data_path", "multiple_validation_sets")
 _ONE_ACTIVATION = "an MLP has one activation"
+_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "openai_gelu")
 
 CONFLICTS = (
     Conflict(
@@ -49,9 +50,7 @@ CONFLICTS = (
     Conflict(
         ("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"), "warm-up has one length"
     ),
-    Conflict(("swiglu",), ("quick_geglu", "squared_relu", "openai_gelu"), _ONE_ACTIVATION),
-    Conflict(("quick_geglu",), ("squared_relu", "openai_gelu"), _ONE_ACTIVATION),
-    Conflict(("squared_relu",), ("openai_gelu",), _ONE_ACTIVATION),
+    *(Conflict((name,), _ACTIVATIONS[place + 1 :], _ONE_ACTIVATION) for place, name in enumerate(_ACTIVATIONS[:-1])),
     Conflict(("bf16",), ("fp16",), "a model is computed in one precision"),
     Conflict(("loss_scale",), LOSS_SCALE_RULE, "a loss scale that is given follows no rule"),
     Conflict(("load",), ("load_hf",), "a run starts from one model"),

@@ -11,6 +11,7 @@ from megatronish.config.config import Config
 from megatronish.config.conflicts import LOSS_SCALE_RULE, TOKENS
 from megatronish.config.fields import FIELDS, with_fields
 from megatronish.config.rules.rule import MESH
+from megatronish.config.rules.t5 import SIDES
 from megatronish.config.sections.data import MOCK_VOCAB_SIZE, DataConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
@@ -26,35 +27,52 @@ from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST,
 
 
 OF_BYTES = 257
+SENTINEL = b"<extra_id_0>"
+"""Name of the first sentinel, of a tokenizer that has its own."""
 MOST_BYTES = 200 * 2**20  # of a file that is read here
 PIECES = 1  # number of the field of a SentencePiece model that repeats for each piece
 WIDTHS = {1: 8, 5: 4}  # bytes of values of fixed size, by their wire type
 
 
 def vocabulary_of_files(data: DataConfig) -> int | None:
-    """Tokens of the tokenizer that a config names; None where its files are not there or do not tell."""
+    """Tokens of the tokenizer that a config names, sentinels included; None if its files are missing or do not tell."""
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError, UserError, IndexError):
         # Files are foreign and nothing here is required: whatever is wrong with them means None, and their reader
         # complains.
-        kind = tokenizer_type(data.tokenizer_type)
-        if kind == "bytes":
-            return OF_BYTES
-        if kind in WORDPIECE:
-            return len(_content(Path(data.vocab_file or data.tokenizer_model or "")).splitlines())
-        if kind == "huggingface" and data.vocab_file:
-            return 1 + max(json.loads(_content(Path(data.vocab_file))).values())
-        if data.tokenizer_model is None:
-            return None
-        path = Path(data.tokenizer_model)
-        if kind == "huggingface":
-            if path.is_dir() and not (path / "tokenizer.json").exists():
-                return 1 + max(json.loads(_content(path / "vocab.json")).values())
-            return 1 + max(_ids(json.loads(_content(path / "tokenizer.json" if path.is_dir() else path))))
-        if kind == "tiktoken":
-            return _tiktoken_size(_content(path), data)
-        if kind == "sentencepiece":
-            return sum(number == PIECES for number in _fields(_content(path))) or None
+        size = _own_vocabulary(data)
+        return None if size is None else size + _more_sentinels(data)
     return None
+
+
+def _own_vocabulary(data: DataConfig) -> int | None:
+    kind = tokenizer_type(data.tokenizer_type)
+    if kind == "bytes":
+        return OF_BYTES
+    if kind in WORDPIECE:
+        return len(_content(Path(data.vocab_file or data.tokenizer_model or "")).splitlines())
+    if kind == "huggingface" and data.vocab_file:
+        return 1 + max(json.loads(_content(Path(data.vocab_file))).values())
+    if data.tokenizer_model is None:
+        return None
+    path = Path(data.tokenizer_model)
+    if kind == "huggingface":
+        if path.is_dir() and not (path / "tokenizer.json").exists():
+            return 1 + max(json.loads(_content(path / "vocab.json")).values())
+        return 1 + max(_ids(json.loads(_content(path / "tokenizer.json" if path.is_dir() else path))))
+    if kind == "tiktoken":
+        return _tiktoken_size(_content(path), data)
+    if kind == "sentencepiece":
+        return sum(number == PIECES for number in _fields(_content(path))) or None
+    return None
+
+
+def _more_sentinels(data: DataConfig) -> int:
+    """Sentinels that a tokenizer is given: none where its file has its own."""
+    if data.vocab_extra_ids == 0 or data.tokenizer_model is None:
+        return data.vocab_extra_ids
+    path = Path(data.tokenizer_model)
+    content = _content(path / "tokenizer.json" if path.is_dir() else path)
+    return 0 if SENTINEL in content else data.vocab_extra_ids
 
 
 def _content(path: Path) -> bytes:
@@ -143,7 +161,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         notes.append(
             "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
         )
-    config, of_tokens = _tokens_as_samples(config, invalid)
+    config, of_tokens = _tokens_as_samples(_sums_of_sides(config), invalid)
     notes += [*of_tokens, *_idle_loss_scale(config.training)]
     config = _objective_of_model(_last_batch_size(config, invalid))
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
@@ -220,6 +238,16 @@ def _tokens_as_samples(config: Config, invalid: Collection[str]) -> tuple[Config
         fields["train_samples"] = min(samples, fields["train_samples"])
     note = f"of --seq-length {length} tokens each: {', '.join(f'{name}={value}' for name, value in fields.items())}"
     return with_fields(config, **dict.fromkeys(TOKENS), **fields), [note]
+
+
+def _sums_of_sides(config: Config) -> Config:
+    """Config of a T5 with the layers and the length that both sides have together, where they are not given."""
+    for name, sides in SIDES.items():
+        sizes = [getattr(config.model, side) for side in sides]
+        section = config.model if name == "num_layers" else config.training
+        if config.model.has_encoder and None not in sizes and not getattr(section, name):
+            config = with_fields(config, **{name: sum(sizes)})
+    return config
 
 
 def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:

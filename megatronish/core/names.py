@@ -48,14 +48,14 @@ class ObjectiveChoice(Choice):
     """An objective, with what it learns from, and the fields of a config that it reads.
 
     `learns_from` text is any data with a loss of each token; pairs are chosen and rejected completions; labelled are
-    completions that are said to be wanted or not. `has_reference`: it compares with another model. `model_type` is the
-    kind of model that it trains.
+    completions that are said to be wanted or not. `has_reference`: it compares with another model. `model_types` are
+    the kinds of models that it trains.
     """
 
     learns_from: Literal["text", "pairs", "labelled"] = "text"
     reads: tuple[str, ...] = ()
     has_reference: bool = False
-    model_type: str = "gpt"
+    model_types: tuple[str, ...] = ("gpt",)
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ OPTIMIZER_NAMES: dict[str, OptimizerChoice] = {
 """Optimizers of --optimizer."""
 
 OBJECTIVE_NAMES: dict[str, ObjectiveChoice] = {
-    "causal_lm": ObjectiveChoice(),
-    "masked_lm": ObjectiveChoice(reads=("bert_no_binary_head",), model_type="bert"),
+    "causal_lm": ObjectiveChoice(model_types=("gpt", "t5")),
+    "masked_lm": ObjectiveChoice(reads=("bert_no_binary_head",), model_types=("bert",)),
     "dpo": ObjectiveChoice(learns_from="pairs", reads=("beta", "dpo_loss_type", "label_smoothing"), has_reference=True),
     "ipo": ObjectiveChoice(learns_from="pairs", reads=("beta",), has_reference=True),
     "simpo": ObjectiveChoice(learns_from="pairs", reads=("beta", "label_smoothing", "simpo_gamma", "cpo_alpha")),

@@ -26,6 +26,7 @@ from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.masked import MaskedCollator
 from megatronish.data.sample import DatasetSettings, DatasetSource
 from megatronish.data.sentences import open_mock
+from megatronish.data.spans import SpanCollator, sample_length
 from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
 from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.ledger import Group, Owners
@@ -278,15 +279,21 @@ def made_up_batches(planned: PlannedRun, mesh: Mesh, num_microbatches: int) -> l
     """Micro-batches of made-up tokens for this rank."""
     config, training = planned.config, planned.config.training
     eod = planned.vocab_size - 1
-    masks = None if config.model.is_causal else NullTokenizer(planned.vocab_size).mask_tokens()
-    settings = DatasetSettings(training.seq_length, training.seed, planned.vocab_size, eod, masks=masks)
+    tokenizer = NullTokenizer(planned.vocab_size)
+    masks = None if config.model.is_causal else tokenizer.mask_tokens()
+    settings = DatasetSettings(sample_length(config), training.seed, planned.vocab_size, eod, masks=masks)
     rows = Collator.of(config.data, eod=eod)
+    collate: Collator | MaskedCollator | SpanCollator = rows
+    if config.model.has_encoder:
+        collate = SpanCollator.of(config, tokenizer.span_tokens(config.data.vocab_extra_ids))
+    elif masks is not None:
+        collate = MaskedCollator.of(config, rows, masks, vocab_size=planned.vocab_size)
     return micro_batches(
         open_mock(DatasetSource("dry run"), settings),
         consumed_samples=0,
         global_batch_size=num_microbatches * training.micro_batch_size * config.layout.dp,
         share=BatchShare.of(mesh, training.micro_batch_size),
-        collate=rows if masks is None else MaskedCollator.of(config, rows, masks, vocab_size=planned.vocab_size),
+        collate=collate,
     )
 
 

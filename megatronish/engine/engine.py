@@ -54,7 +54,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.balancing = Balancing(self.stage.model)
-        self.arrivals = GradientArrivals(dict(self.stage.model.named_parameters()))
+        self.arrivals = GradientArrivals(dict(self.stage.model.named_parameters()), self.stage.shardings)
 
     def step(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatronish.attention.zigzag import places_of
+from megatronish.attention.zigzag import places_on
 from megatronish.layers.linear import adapters_off
 from megatronish.layers.vocabulary import VocabParallelLogits
 from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
@@ -163,9 +163,9 @@ def _zeros(batch: MicroBatch) -> Tensor:
 
 def on_rank(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]:
     """What this cp rank holds of whole sequences, on its device."""
-    cp, batches = mesh.cp, list(micro_batches)
-    if cp.size > 1:
-        batches = [batch.at(places_of(batch.tokens.shape[1], cp.rank, cp.size)) for batch in batches]
+    batches = list(micro_batches)
+    if mesh.cp.size > 1:
+        batches = [batch.at(places_on(batch.sides, mesh.cp)) for batch in batches]
     return [batch.to(mesh.device) for batch in batches]
 
 

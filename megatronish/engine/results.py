@@ -24,6 +24,7 @@ from megatronish.optim.loss_scale import LossScale, LossSpikes
 from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.mesh import Axis, Mesh
+from megatronish.parallel.sharding import Sharding
 
 Votes = Callable[[], Mapping[str, float]]
 """Numbers of a rank that are to be summed over all ranks with those of a step, by name."""
@@ -166,10 +167,14 @@ NAMED = 3
 
 
 class GradientArrivals:
-    """Learning parameters of this rank at which no gradient has arrived yet, until they are checked for once."""
+    """Learning parameters of this rank at which no gradient has arrived yet, until they are checked for once.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._missing = {name: None for name, parameter in parameters.items() if parameter.requires_grad}
+    Those that every stage holds are left out: a stage need not have a layer that reads them.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], shardings: Mapping[str, Sharding]) -> None:
+        learning = (name for name, parameter in parameters.items() if parameter.requires_grad)
+        self._missing = {name: None for name in learning if not shardings[name].is_shared}
         self._hooks: list[RemovableHandle] | None = [
             parameters[name].register_post_accumulate_grad_hook(_Arrived(self._missing, name)) for name in self._missing
         ]

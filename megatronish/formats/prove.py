@@ -82,12 +82,12 @@ def _same_bits(here: Tensor, there: Tensor) -> bool:
 def compare_logits(folder: Path) -> str:
     """Sentence on the logits of random tokens, ours and transformers' in fp32; UserError if they differ by 1e-5."""
     description = open_hf(folder).description
-    length, is_causal = min(description.seq_length, LONGEST), description.model.is_causal
+    length, kind = min(description.seq_length, LONGEST), description.model.model_type
     tokens = torch.randint(description.vocab_size, (SAMPLES, length), generator=torch_stream("prove"))
     ours = our_logits(folder, tokens)
     transformers = importlib.import_module("transformers")
     try:
-        auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
+        auto = getattr(transformers, AUTO[kind])
         model = auto.from_pretrained(folder, local_files_only=True).float().eval()
     except Exception as error:  # of any kind: a folder that transformers refuses is not proved, whatever it says
         why = " ".join(str(error).split())
@@ -96,7 +96,8 @@ def compare_logits(folder: Path) -> str:
             "again, or install the version of transformers that it asks for"
         ) from error
     with torch.no_grad():
-        theirs = model(tokens, **{"use_cache": False} if is_causal else {}).logits
+        further = {"bert": {}, "t5": {"decoder_input_ids": tokens}}.get(kind, {"use_cache": False})
+        theirs = model(tokens, **further).logits
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     sentence = (
         f"logits of {SAMPLES} x {length} random tokens differ from those of transformers "
@@ -105,6 +106,10 @@ def compare_logits(folder: Path) -> str:
     if not difference <= BOUND:
         raise UserError(f"{folder} is not proved: {sentence}, which is over {BOUND:g}; do not use it, and report this")
     return f"proved: {sentence} (bound {BOUND:g}, fp32)"
+
+
+AUTO = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
+"""Classes of transformers by our kinds of models."""
 
 
 class OurModel(NamedTuple):
@@ -133,8 +138,10 @@ def our_model(folder: Path) -> OurModel:
 def our_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Logits [B, S, V] of a Hugging Face folder, in fp32 on the CPU, computed here."""
     model, vocab_size = our_model(folder)
+    encoder = tokens.shape[1] if model.config.has_encoder else 0  # both sides are given the same tokens
+    tokens = torch.cat((tokens, tokens), dim=1) if encoder else tokens
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    batch = MicroBatch(tokens, tokens, mask, positions, torch.arange(len(tokens)))
-    logits = model.logits(model.hidden(None, batch, step=None))
+    batch = MicroBatch(tokens, tokens, mask, positions, torch.arange(len(tokens))).with_encoder(encoder)
+    logits = model.logits(model.predicting(model.hidden(None, batch, step=None), batch))
     return logits[..., :vocab_size].transpose(0, 1)

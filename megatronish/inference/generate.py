@@ -11,7 +11,7 @@ tokens are almost equally good, rounding may decide between them, in bf16 now an
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -45,11 +45,16 @@ class GeneratedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """Tokens of one prompt and of its text so far. `stream` is the random stream that its tokens are drawn from."""
+    """Tokens of one prompt and of its text so far, or of the answer to a `source` alone.
+
+    `stream` is the random stream that its tokens are drawn from.
+    """
 
     number: int
     tokens: list[int]
     stream: torch.Generator
+    source: Sequence[int] = ()
+    """What an encoder reads, of which the text is the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,35 @@ class DecodingBatch:
             self.cache.keep(remaining)
 
 
+@dataclass
+class AnsweringBatch(DecodingBatch):
+    """Texts of a model with an encoder, each the answer to its own source, which is read in the first forward."""
+
+    def next_input(self) -> CachedMicroBatch:
+        """Input of the next forward, on the CPU: [B, 1], at first after the sources, [B, longest source + 1]."""
+        newest = torch.tensor([text.tokens[-1:] for text in self.texts])
+        if self.begins:
+            return self._of(newest, None, encoder_length=0)
+        self.cache, self.begins = KeyValueCache(self.num_left), [0] * len(self.texts)
+        longest = max(len(text.source) for text in self.texts)
+        sources = torch.tensor([[*text.source, *[0] * (longest - len(text.source))] for text in self.texts])
+        lengths = torch.tensor([len(text.source) for text in self.texts])[:, None]
+        filler = (torch.arange(longest + 1) >= lengths).long()
+        return self._of(torch.cat((sources, newest), dim=1), filler, encoder_length=longest)
+
+    def _of(self, tokens: Tensor, documents: Tensor | None, *, encoder_length: int) -> CachedMicroBatch:
+        batch = CachedMicroBatch(
+            tokens=tokens,
+            labels=tokens,
+            loss_mask=torch.zeros_like(tokens, dtype=torch.bool),
+            position_ids=torch.zeros_like(tokens),
+            sample_ids=torch.arange(len(tokens)),
+            document_ids=documents,
+            cache=self.cache,
+        )
+        return batch.with_encoder(encoder_length)
+
+
 def forward_chunk(model: GPT, x: Tensor | None, micro_batch: MicroBatch, /, *, step: int | None) -> ChunkOutput:
     """Forward of a stage that reads and extends the KV cache of its micro-batch.
 
@@ -131,7 +165,7 @@ def forward_chunk(model: GPT, x: Tensor | None, micro_batch: MicroBatch, /, *, s
     assert isinstance(micro_batch, CachedMicroBatch)
     cache = micro_batch.cache
     x = model.hidden(x, micro_batch, step=step, cache=cache)
-    cache.advance(x.shape[0])
+    cache.advance(x.shape[0] - micro_batch.encoder_length)
     if not model.is_last:
         return ChunkOutput(x, {})
     # Only the last column predicts a new token: [S, B, D] -> [1, B, D] -> [B, V/tp], gathered over tp along V.
@@ -165,10 +199,12 @@ def generate(
     batch_size: int = 8,
     mesh: Mesh | None = None,
     ends: Callable[[int], bool] = never,
+    decoder_start: int | None = None,
 ) -> Iterator[GeneratedToken]:
     """Tokens of each prompt's text as they are generated: `num_tokens`, or fewer if one of `stops` comes before.
 
-    Prompts have at least one token each. A batch is `batch_size` prompts; tokens of as many batches as there are
+    A model with an encoder reads the prompts there, and its answers begin after the token `decoder_start`. Prompts have
+    at least one token each. A batch is `batch_size` prompts; tokens of as many batches as there are
     pipeline stages come in turn. `ends` is asked before each token whether the text of a prompt, by its number, ends
     here; it does where any rank says so. A collective call: all ranks of `mesh` that share a copy of the model iterate
     to the end and get the same tokens.
@@ -177,10 +213,14 @@ def generate(
         yield from (GeneratedToken(number, None) for number in range(len(prompts)))
         return
     mesh, sampling = mesh or Mesh.start(), sampling or Sampling()
-    texts = _texts_of(prompts, seed=sampling.seed)
+    texts, make_batch = _texts_of(prompts, seed=sampling.seed), DecodingBatch
+    if model.config.has_encoder:
+        assert decoder_start is not None, "a decoder begins with a token of its own"
+        texts = [replace(text, tokens=[decoder_start], source=text.tokens) for text in texts]
+        make_batch = AnsweringBatch
     waiting = iter(
         [
-            DecodingBatch(texts[first : first + batch_size], num_tokens, seq_length)
+            make_batch(texts[first : first + batch_size], num_tokens, seq_length)
             for first in range(0, len(texts), batch_size)
         ]
     )

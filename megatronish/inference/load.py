@@ -88,12 +88,16 @@ class SavedModel(NamedTuple):
             if complaint := too_few_positions(rows, seq_length=training.seq_length):
                 raise UserError(complaint)
             model = replace(model, max_position_embeddings=rows)
+        if model.has_encoder:  # which bounds no length
+            length = training.seq_length
+            model = replace(model, encoder_seq_length=length, decoder_seq_length=length)
+            training = replace(training, seq_length=2 * length)
         config = Config(
             model=model,
             parallel=parallel,
             training=replace(training, train_iters=1),
             optimizer=OptimizerConfig(lr=1.0),  # no training: the optimizer and the data only have to be valid
-            data=DataConfig(mock_data=True),
+            data=DataConfig(mock_data=True, vocab_extra_ids=int(model.has_encoder)),
             checkpoint=CheckpointConfig(load=str(self.checkpoint)),
         )
         adapters = [saved.config for saved in self.read_adapters().values()] or [AdapterConfig()]

@@ -29,17 +29,22 @@ def print_sample(config: Config) -> int:
         if isinstance(checkpoint, RemotePath):
             checkpoint = checkpoint.download(Path(folder) / checkpoint.name)
         trained = load_model(checkpoint)
-    tokens = encode_prompt(tokenizer, prompt)
+    tokens, special = encode_prompt(tokenizer, prompt), None
+    if config.model.has_encoder:
+        special = tokenizer.span_tokens(config.data.vocab_extra_ids)
+        tokens = [*tokens, special.end]
     following = generate(
         trained.model,
         [tokens],
         num_tokens=config.log.sample_tokens,
         seq_length=trained.description.seq_length,
-        stops={tokenizer.eod, *trained.description.stops},
+        stops={tokenizer.eod, *trained.description.stops, *(() if special is None else (special.end,))},
         sampling=Sampling(temperature=0.8, top_p=0.95, seed=config.training.seed),
+        decoder_start=None if special is None else special.start,
     )
     print(f"\na sample after step {trained.step}, from {prompt!r}:\n")
-    print(tokenizer.decode([*tokens, *(token for _, token in following if token is not None)]))
+    written = [token for _, token in following if token is not None]
+    print(tokenizer.decode(written if special else [*tokens, *written]))
     return 0
 
 

@@ -15,13 +15,17 @@ from megatronish.parallel.mesh import Mesh
 
 
 class Continuation(NamedTuple):
-    """Order of a text for each prompt: `num_tokens`, or fewer if one of `stops` comes before."""
+    """Order of a text for each prompt: `num_tokens`, or fewer if one of `stops` comes before.
+
+    `decoder_start` begins the text of a model whose encoder reads the prompt.
+    """
 
     prompts: Sequence[Sequence[int]]
     num_tokens: int
     stops: frozenset[int] = frozenset()
     sampling: Sampling = Sampling()
     adapter: str | None = None
+    decoder_start: int | None = None
 
 
 class Order(Protocol):
@@ -90,4 +94,5 @@ class Session:
             batch_size=self.batch_size,
             mesh=self.mesh,
             ends=ends,
+            decoder_start=order.decoder_start,
         )

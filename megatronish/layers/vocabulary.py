@@ -45,7 +45,7 @@ class VocabParallelEmbedding(AddsInPlace):
                 (self.vocab_size, self.hidden_size),
                 (Cut(0, "tp", (self.padded_vocab_size,)),),
                 role="embedding",
-                tied=self.tied,
+                tied="ends" if self.tied else None,
                 init=Init(self.init_std),
             )
         }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -81,6 +81,8 @@ class MicroBatch:
     sample_ids: Tensor  # int64 [B]
     document_ids: Tensor | None = None  # int64 [B, whole S], equal within a document, rising along the sequence
     dataset_ids: Tensor | None = None  # int64 [B, S], the data set of each label, where losses are reported for each
+    encoder_length: int = field(default=0, init=False)
+    """Tokens of each row that an encoder reads, which come first; `with_encoder` says how many."""
     num_loss_tokens: int = field(init=False)
     """Unmasked predictions, those of the loss."""
     pairs: CompletionPairs | None = field(default=None, init=False)
@@ -109,6 +111,8 @@ class MicroBatch:
             position_ids=cut(self.position_ids),
             dataset_ids=None if self.dataset_ids is None else cut(self.dataset_ids),
         )
+        if self.encoder_length:
+            part = part.with_encoder(self.encoder_length * len(places) // self.tokens.shape[1])  # as large a part of it
         if self.pairs is not None:
             part = part.with_pairs(replace(self.pairs, of_labels=cut(self.pairs.of_labels)))
         if self.sentences is not None:
@@ -138,11 +142,23 @@ class MicroBatch:
         object.__setattr__(batch, "pairs", pairs)
         return batch
 
+    def with_encoder(self, length: int) -> Self:
+        """The same micro-batch, of whose rows an encoder reads the first `length` tokens, and a decoder the others."""
+        batch = self._copied(lambda tensor: tensor)
+        object.__setattr__(batch, "encoder_length", length)
+        return batch
+
     def with_sentences(self, sentences: SentencePairs) -> "MicroBatch":
         """The same micro-batch with these pairs of sentences."""
         batch = self._copied(lambda tensor: tensor)
         object.__setattr__(batch, "sentences", sentences)
         return batch
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Lengths of what a row consists of: encoder and decoder, or the sequence alone."""
+        length = self.tokens.shape[1]
+        return (self.encoder_length, length - self.encoder_length) if self.encoder_length else (length,)
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -156,7 +172,7 @@ class MicroBatch:
             tensors += [self.sentences.token_types, self.sentences.is_swapped]
         return [tensor for tensor in tensors if tensor is not None]
 
-    def _copied(self, copy: Callable[[Tensor], Tensor]) -> "MicroBatch":
+    def _copied(self, copy: Callable[[Tensor], Tensor]) -> Self:
         batch = object.__new__(type(self))  # not made by `replace`, which would count again
         for name, value in vars(self).items():
             if isinstance(value, CompletionPairs | SentencePairs):

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
 from megatronish.attention.mask import AttentionMask, BidirectionalMask
-from megatronish.attention.zigzag import places_of
+from megatronish.attention.zigzag import places_on
 from megatronish.layers.dropout import Dropout, LayerDropout
 from megatronish.model.batch import MicroBatch
 from megatronish.model.rope import RotaryEmbedding, Rotation
@@ -104,11 +105,12 @@ def make_context(
     """Context of a micro-batch, of which this rank holds [B, S/cp]."""
     assert cache is None or (cp.size == 1 and not tp.cuts_sequence), "a cache holds whole sequences"
     device = batch.tokens.device
-    seq_length = batch.tokens.shape[1] * cp.size
-    positions = places_of(seq_length, cp.rank, cp.size, device=device)
+    sides = batch.sides
+    seq_length = sum(sides) * cp.size
+    positions = places_on([side * cp.size for side in sides], cp, device=device)
     return Context(
         batch=batch,
-        positions=comm.piece_of(positions, tp.sequence_axis),
+        positions=torch.cat([comm.piece_of(side, tp.sequence_axis) for side in positions.split(sides)]),
         rotation=None if rotary is None else rotary(batch.position_ids),
         causal_mask=masks.of(batch, seq_length=seq_length, cache=cache),
         cache=cache,

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from megatronish.attention.cached import KeyValueCache
-from megatronish.attention.zigzag import places_of
+from megatronish.attention.zigzag import places_on
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.names import BLOCK_NAMES, options_of
@@ -209,15 +209,23 @@ class GPT(nn.Module):
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
         self.masks = Masks(is_causal=config.is_causal)
         self.adapter_sites: tuple[str, ...] = ()  # at which adapters drop their inputs: adapters.py adds them
+        self._make_shared()
         if self.is_first or (self.is_last and config.tied):
             self.embedding = self._make_embedding(num_positions)
         core = self.execution.core_attention()
-        make_layer = make_block or make_block_of(config)
+        make_layer = make_block or self._make_block()
         self.layers = nn.ModuleDict(
             {str(n): make_layer(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
         )
         if self.is_last:
             self._make_end()
+
+    def _make_block(self) -> MakeBlock:
+        """The maker of layers, where none is given."""
+        return make_block_of(self.config)
+
+    def _make_shared(self) -> None:
+        """What all stages hold and several layers read: nothing, in a GPT."""
 
     def _make_end(self) -> None:
         """What follows the last layer."""
@@ -296,15 +304,7 @@ class GPT(nn.Module):
 
         Routers add what they count to the `tally`.
         """
-        context = make_context(
-            batch,
-            tp=self.tp,
-            cp=self.execution.cp,
-            rotary=self.rotary,
-            masks=self.masks,
-            cache=cache,
-            tally=tally,
-        )
+        context = self._context(batch, cache=cache, tally=tally)
         dropout = None if step is None else self._dropout(step, batch, chunk)
         if x is None:
             x = self.embedding(context.of_layer(0, dropout))
@@ -317,10 +317,22 @@ class GPT(nn.Module):
                 x = run(x)
         return x
 
+    def _context(self, batch: MicroBatch, *, cache: KeyValueCache | None, tally: Tally | None) -> Context:
+        """What the layers of a forward read."""
+        return make_context(
+            batch,
+            tp=self.tp,
+            cp=self.execution.cp,
+            rotary=self.rotary,
+            masks=self.masks,
+            cache=cache,
+            tally=tally,
+        )
+
     def _dropout(self, step: int, batch: MicroBatch, chunk: int) -> Dropout:
         """Dropout of the chunk's layers, and of the embedding, which layer 0 names."""
-        layers, cp, tokens = sorted({0, *self.chunks[chunk].layers}), self.execution.cp, batch.tokens
-        positions = places_of(tokens.shape[1] * cp.size, cp.rank, cp.size, device=tokens.device)
+        layers, cp = sorted({0, *self.chunks[chunk].layers}), self.execution.cp
+        positions = places_on([side * cp.size for side in batch.sides], cp, device=batch.tokens.device)
         seed = self.execution.dropout_seed
         return Dropout(
             seed, step, batch.sample_ids, layers=layers, all_positions=positions, more_sites=self.adapter_sites
@@ -341,6 +353,10 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
         return self.head(self.final_norm(x))
+
+    def predicting(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        """[S, B, D] from the last layer -> the rows of which there are logits: all."""
+        return x
 
     def new_tally(self) -> Tally | None:
         """An empty tally for a forward of a step; None in evaluation, and for a dense model."""

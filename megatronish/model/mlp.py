@@ -15,17 +15,20 @@ from megatronish.ops.library import accumulation_dtype
 from megatronish.parallel.mesh import TensorParallel
 from megatronish.specs.layers import MLPSpec
 
+FUSED = ("gelu", "gelu_tanh", "swiglu")
+"""Activations with operators of their own, which add the bias of the first product."""
+
 
 class MLP(nn.Module):
     """MLP, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]), with F features between.
 
-    SwiGLU and quick GEGLU have a gate of F more features; GELU and squared ReLU have none.
+    SwiGLU, GEGLU and quick GEGLU have a gate of F more features; GELU, ReLU and squared ReLU have none.
     """
 
     def __init__(self, config: ModelConfig, spec: MLPSpec, *, tp: TensorParallel, output_std: float) -> None:
         super().__init__()
         self.spec = spec
-        self.has_fused_activation = spec.is_plain and spec.activation not in ("squared_relu", "quick_geglu")
+        self.has_fused_activation = spec.is_plain and spec.activation in FUSED
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,
             sum(spec.sections.values()),
@@ -51,10 +54,12 @@ def activated(x: Tensor, bias: Tensor | None, spec: MLPSpec) -> Tensor:
     match spec.activation:
         case "swiglu" if spec.is_plain:
             return bias_swiglu(x, bias)
-        case "swiglu" | "quick_geglu":
+        case "swiglu" | "geglu" | "quick_geglu":
             assert bias is None, "fc1 has added its bias"
             # Only x is kept: autograd would keep four more tensors of its half.
             return recompute(partial(gated, spec=spec), x)
+        case "relu":
+            return F.relu(x)
         case "squared_relu":
             return F.relu(x).square()
         case "gelu_tanh":
@@ -72,5 +77,8 @@ def gated(x: Tensor, *, spec: MLPSpec) -> Tensor:
     gate, up = x.to(accumulation_dtype(x.dtype)).chunk(2, dim=-1)
     if spec.clamp is not None:
         gate, up = gate.clamp(max=spec.clamp), up.clamp(-spec.clamp, spec.clamp)
-    factor = QUICK if spec.activation == "quick_geglu" else 1.0
-    return (gate * torch.sigmoid(factor * gate) * (up + spec.up_offset)).to(x.dtype)
+    if spec.activation == "geglu":
+        activated_gate = F.gelu(gate, approximate="tanh")
+    else:
+        activated_gate = gate * torch.sigmoid((QUICK if spec.activation == "quick_geglu" else 1.0) * gate)
+    return (activated_gate * (up + spec.up_offset)).to(x.dtype)

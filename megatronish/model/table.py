@@ -2,6 +2,7 @@
 
 from megatronish.model.bert import Bert
 from megatronish.model.gpt import GPT
+from megatronish.model.t5 import T5
 
-MODELS: dict[str, type[GPT]] = {"gpt": GPT, "bert": Bert}
+MODELS: dict[str, type[GPT]] = {"gpt": GPT, "bert": Bert, "t5": T5}
 """Models that share the layers and their execution; `ENDS` of specs/ends.py has what is outside of their layers."""

@@ -52,9 +52,10 @@ class Domain:
 
     The ranks of `shard` share what ZeRO shards (one rank without ZeRO), those of `replicate` hold copies of it;
     together they are the data ranks of the domain (dp x cp). `model` has the axes that may cut a parameter, by name.
-    `embedding` joins the first and the last pipeline stage where both hold a tied embedding. `device_mesh` is `shard`
-    as torch's `fully_shard` wants it, with ZeRO-3. `secondary` are those neighbours on `shard` that keep among
-    themselves what was gathered (hpZ), and `secondary_mesh` is `shard` cut into such neighbours.
+    `holders` join the pipeline stages that hold a tied parameter (`Sharding.tied`): "ends" the first and the last one,
+    where both hold a tied embedding, "stages" all of them. `device_mesh` is `shard` as torch's `fully_shard` wants it,
+    with ZeRO-3. `secondary` are those neighbours on `shard` that keep among themselves what was gathered (hpZ), and
+    `secondary_mesh` is `shard` cut into such neighbours.
 
     With an outer optimizer (DiLoCo) `shard` and `replicate` are the data ranks of one island alone, and `islands` are
     the ranks that keep the same elements in every island: between two outer steps, with other values.
@@ -65,7 +66,7 @@ class Domain:
     replicate: Axis = field(default_factory=partial(Axis, "replicate"))
     islands: Axis = field(default_factory=partial(Axis, "islands"))
     model: Mapping[str, Axis] = field(default_factory=dict)
-    embedding: Axis = field(default_factory=partial(Axis, "embedding"))
+    holders: Mapping[str, Axis] = field(default_factory=dict)
     device_mesh: DeviceMesh | None = None
     secondary: Axis = field(default_factory=partial(Axis, "secondary"))
     secondary_mesh: DeviceMesh | None = None
@@ -202,11 +203,11 @@ class Mesh:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         everyone = tuple(range(layout.world_size))
         axis = partial(new_axis, rank=rank, timeout=timeout, backend=backend_of(device.type, backend), record=record)
-        stages, (first, last), shares = layout.groups("pp"), embedding_stages, (zero_stage, islands, copies, kept_over)
-        tp = axis("tp", layout.groups("tp"))
-        embedding = axis("embedding", [[ranks[first], ranks[last]] for ranks in stages if ranks[first] != ranks[last]])
+        stages, shares = layout.groups("pp"), (zero_stage, islands, copies, kept_over)
+        tp, pp = axis("tp", layout.groups("tp")), axis("pp", stages)
+        tied = {"ends": axis("embedding", _ends_of(stages, embedding_stages)), "stages": pp}
         domain = partial(_domain, shares=DataShares(*shares), axis=axis, device=device)
-        domains = {"dense": domain("dense", layout.groups("dp", "cp"), model={"tp": tp}, embedding=embedding)}
+        domains = {"dense": domain("dense", layout.groups("dp", "cp"), model={"tp": tp}, holders=tied)}
         if experts is not None:
             groups = layout.expert_groups(experts)
             axes = {name: axis(name, groups[name]) for name in ("ep", "etp")}
@@ -217,11 +218,11 @@ class Mesh:
             device=device,
             world=_world(everyone, rank, record),
             checkpoint_axis=axis("checkpoint", [everyone], backend=backend_of("cpu", backend, otherwise="gloo")),
-            pp=axis("pp", stages),
+            pp=pp,
             dp=axis("dp", _in_rows(layout.groups("dp"), islands), backend=backend_of("cpu", backend)),
             cp=axis("cp", layout.groups("cp")),
             tp=tp,
-            embedding_axis=embedding,
+            embedding_axis=tied["ends"],
             p2p_axes={(kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind, up in sorted(lines)},
             domains=domains,
             experts=ExpertParallel(**domains["experts"].model) if experts is not None else ExpertParallel(),
@@ -304,6 +305,12 @@ def _world(ranks: tuple[int, ...], rank: int, record: RankRecord) -> Axis:
     if len(ranks) == 1:
         return Axis("world", 1, rank, ranks)
     return Axis("world", len(ranks), rank, ranks, dist.group.WORLD, record.line("world", ranks))
+
+
+def _ends_of(stages: Sequence[Sequence[int]], ends: tuple[int, int]) -> list[list[int]]:
+    """The ranks of each pipeline that hold the ends of the model, where they are two."""
+    first, last = ends
+    return [[ranks[first], ranks[last]] for ranks in stages if ranks[first] != ranks[last]]
 
 
 class DataShares(NamedTuple):

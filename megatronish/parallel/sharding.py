@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from megatronish.parallel.mesh import Axis, Domain
 from megatronish.parallel.streams import normal_rectangle
 
+Tied = Literal["ends", "stages"]
+"""Which pipeline stages hold a parameter that several hold: the first and the last, or every one."""
 Role = Literal["matrix", "embedding", "head", "positions", "vector", "qk_norm", "router", "end", "lora_a", "lora_b"]
 """What a parameter is to the optimizer: vectors (norms, biases) do not decay, and Muon steps matrices alone.
 
@@ -101,8 +103,8 @@ class Sharding:
     `shape` is the true global shape (a vocabulary without its padding). `cuts` name the axes that cut it; every other
     model axis of the domain holds copies. `partial_over` names the axes over which each rank computes a part of the
     gradient although it holds the whole parameter (norms under sequence parallelism). `domain` names the groups of data
-    ranks that sum its gradient. `role` None stands for a matrix, or for a vector where there is one dim. `tied`: the
-    first and the last pipeline stage both hold it.
+    ranks that sum its gradient. `role` None stands for a matrix, or for a vector where there is one dim. `tied` says
+    which pipeline stages hold it, if they are several.
     """
 
     shape: tuple[int, ...]
@@ -110,7 +112,7 @@ class Sharding:
     partial_over: frozenset[str] = frozenset()
     domain: str = "dense"
     role: Role | None = None
-    tied: bool = False
+    tied: Tied | None = None
     init: Init = ZEROS
 
     def __post_init__(self) -> None:
@@ -126,6 +128,11 @@ class Sharding:
     def is_vector(self) -> bool:
         """Whether the parameter is a norm's or a bias."""
         return self.role in ("vector", "qk_norm")
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a model with weights as codes (qwZ) rounds it: a matrix, but no table of score biases."""
+        return not self.is_vector and self.tied != "stages"
 
     @property
     def is_vocabulary(self) -> bool:
@@ -151,22 +158,29 @@ class Sharding:
             global_offset, local_offset, sizes = zip(*rectangle, strict=True) if rectangle else ((), (), ())
             yield Piece(global_offset, local_offset, sizes)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several layers read the parameter, so that its gradient comes in parts of one backward."""
+        return self.tied == "stages"
+
+    def holders(self, domain: Domain) -> Axis:
+        """The pipeline stages that hold the parameter and sum its gradient, or this one alone."""
+        return Axis("stage") if self.tied is None else domain.holders.get(self.tied, Axis("stage"))
+
     def sums_over(self, domain: Domain) -> tuple[Axis, ...]:
         """Axes of more than one rank over which the gradient is summed besides the domain's data ranks."""
         axes = [axis for name, axis in domain.model.items() if name in self.partial_over]
-        axes += [domain.embedding] if self.tied else []
-        return tuple(axis for axis in axes if axis.size > 1)
+        return tuple(axis for axis in (*axes, self.holders(domain)) if axis.size > 1)
 
     def is_counted(self, domain: Domain) -> bool:
         """Whether this rank's elements count where every element must count once over the model axes and stages.
 
         Of the model ranks that hold the same elements, the first counts them: rank 0 of every model axis that does not
-        cut the parameter, and the first of the two stages that hold a tied embedding. Replicas on data ranks are not
-        told apart here: see `Domain.counting_axes`.
+        cut the parameter, and the first of the stages that hold a tied one. Replicas on data ranks are not told apart
+        here: see `Domain.counting_axes`.
         """
         uncut = [axis for name, axis in domain.model.items() if name not in self.cut_axes]
-        uncut += [domain.embedding] if self.tied else []
-        return all(axis.is_first for axis in uncut)
+        return all(axis.is_first for axis in (*uncut, self.holders(domain)))
 
 
 def _runs(size: int, sections: tuple[int, ...], axis: Axis) -> Iterator[tuple[int, int, int]]:

@@ -177,6 +177,8 @@ def _attention(config: Config) -> str:
     over_cp, is_ring = "", False
     if config.layout.cp > 1:
         over_cp, is_ring = OVER_CP[parallel.cp_comm_type], parallel.cp_comm_type == "p2p"
+    if model.has_encoder:
+        return f"{over_cp}explicit probabilities by torch's softmax, of scores with a bias that learns"
     # What the fused softmax does not know.
     unknown = (
         "sinks" if model.softmax_type != "vanilla" else "ALiBi" if model.position_embedding_type == "alibi" else ""
@@ -208,7 +210,7 @@ def _activation(config: Config) -> str:
     """Note about an activation of the MLP that has no kernel."""
     model = config.model
     clamped = model.is_gated and (model.glu_linear_offset != 0 or model.activation_func_clamp_value is not None)
-    if model.activation in ("squared_relu", "quick_geglu") or clamped:
+    if model.activation in ("relu", "geglu", "squared_relu", "quick_geglu") or clamped:
         return f"; {model.activation}{' with offset or clamp' if clamped else ''} by torch, as it has no kernel"
     return ""
 

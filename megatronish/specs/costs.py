@@ -7,6 +7,7 @@ layer. tp splits some of a layer and leaves the rest whole on every rank: a `Cou
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from megatronish.specs.block_pattern import BlockPattern
@@ -69,6 +70,8 @@ class LinearShape:
     sections: tuple[tuple[str, int], ...] = ()
     splits_tokens: bool = False
     """Ranks of tp see different tokens, with sequence parallelism or without."""
+    share: Fraction | int = 1
+    """Part of the tokens of a row that pass it: those of the encoder, or of the decoder."""
 
     @property
     def matrix(self) -> int:
@@ -96,7 +99,7 @@ class LinearShape:
     @property
     def flops(self) -> int:
         """FLOPs of one token forward, two for each multiply-add; a bias is not counted."""
-        return 2 * self.used * self.in_features * self.out_features
+        return int(2 * self.used * self.in_features * self.out_features * self.share)
 
     @property
     def inputs(self) -> Count:
@@ -109,7 +112,7 @@ class LinearShape:
         return self._elements(self.out_features, is_split=self.cut == "column")
 
     def _elements(self, features: int, *, is_split: bool) -> Count:
-        size = self.used * features
+        size = int(self.used * features * self.share)
         if is_split:
             return Count(split=size)
         return Count(experts=size) if self.copies > 1 else Count(whole=size)
@@ -129,6 +132,8 @@ class NormShape:
     one_plus: bool = False
     cuts_weight: bool = False
     name: str = ""
+    share: Fraction | int = 1
+    """Part of the tokens of a row that are normalised."""
 
     @property
     def parameters(self) -> Count:
@@ -146,7 +151,7 @@ class NormShape:
         width = element_bytes
         if device == "cpu" and not self.cuts_weight:
             width = 8 if self.kind == "RMSNorm" else 4 if self.one_plus else element_bytes
-        size = self.size * self.vectors * width
+        size = int(self.size * self.vectors * width * self.share)
         return Count(split=size) if self.is_split else Count(whole=size)
 
 
@@ -155,7 +160,8 @@ class AttentionCore:
     """Scores, softmax and their product with the values: `num_heads` heads, split over tp.
 
     A token sees all before it, those in a window, or the blocks of a pattern. One that is not causal sees the whole
-    square, however it is counted.
+    square, however it is counted. Of a row that is cut into encoder and decoder, `queries` is the part that asks, and
+    `keys_part` the one that is seen.
     """
 
     num_heads: int
@@ -164,13 +170,21 @@ class AttentionCore:
     window: int | None = None
     pattern: BlockPattern | None = None
     causal: bool = True
+    queries: Fraction | int = 1
+    keys_part: Fraction | int = 1
+
+    def scores(self, seq_length: int) -> int:
+        """Scores of the average token of a row, those that a mask hides with them."""
+        return int(self.num_heads * seq_length * self.queries * self.keys_part)
 
     def keys(self, seq_length: int, mask: Literal["causal", "full"]) -> float:
         """Keys that the average token of a sequence sees."""
         if self.pattern is not None:
             return self.pattern.keys(seq_length, mask)
-        visible = min(self.window or seq_length, seq_length)
-        return float(visible) if mask == "full" or not self.causal else visible - visible**2 / (2 * seq_length)
+        there = float(seq_length * self.keys_part)
+        visible = min(self.window or there, there)
+        seen = visible if mask == "full" or not self.causal else visible - visible**2 / (2 * there)
+        return float(seen * self.queries)
 
 
 @dataclass(frozen=True)
@@ -241,7 +255,7 @@ class LayerCost:
         """Bytes a token that wait for the backward; `score_bytes` for each query with each key, in a window or not."""
         elements = sum_counts(linear.inputs for linear in self.linears) + self.kept
         norms = sum_counts(norm.saved_bytes(element_bytes=element_bytes, device=device) for norm in self.norms)
-        scores = Count(split=sum(core.num_heads for core in self.cores) * seq_length * score_bytes)
+        scores = Count(split=sum(core.scores(seq_length) for core in self.cores) * score_bytes)
         return elements * element_bytes + norms + scores
 
     @property

@@ -6,7 +6,7 @@ layers, the modules of an end and its costs say the same, and a test compares th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatronish.config.sections.model import ModelConfig
@@ -20,12 +20,20 @@ class SmallTable(NamedTuple):
     rows: int
 
 
+class SharedTable(NamedTuple):
+    """Table that every pipeline stage has, and that tp cuts into columns."""
+
+    name: str
+    rows: int
+    columns: int
+
+
 @dataclass(frozen=True)
 class ModelEnds:
     """What a model has besides its layers, the table of words and the weight of the output layer.
 
     `has_bias`: the output layer has a bias of the vocabulary. `head` is of every token; `of_sequence` what comes after
-    the layers for one token of a sequence alone.
+    the layers for one token of a sequence alone. `shared` are tables that every stage has.
     """
 
     tables: tuple[SmallTable, ...] = ()
@@ -33,6 +41,12 @@ class ModelEnds:
     head: LayerCost = field(default_factory=LayerCost)
     has_bias: bool = False
     of_sequence: LayerCost = field(default_factory=LayerCost)
+    shared: tuple[SharedTable, ...] = ()
+
+    @property
+    def of_stage(self) -> Count:
+        """Parameters that every stage has."""
+        return Count(split=sum(table.rows * table.columns for table in self.shared))
 
     def of_embedding(self, model: ModelConfig) -> Count:
         """Parameters before the layers, without the table of words."""
@@ -86,7 +100,18 @@ def bert_ends(model: ModelConfig, seq_length: int) -> ModelEnds:
     )
 
 
-ENDS: dict[str, Callable[[ModelConfig, int], ModelEnds]] = {"gpt": gpt_ends, "bert": bert_ends}
+def t5_ends(model: ModelConfig, seq_length: int) -> ModelEnds:
+    """A T5: the tables of score biases, which every stage has, and the final norm of the decoder."""
+    sides = [f"{side}_bias.weight" for side in ("encoder", "decoder")]
+    return replace(
+        gpt_ends(model, seq_length),
+        shared=tuple(
+            SharedTable(name, model.relative_attention_num_buckets, model.num_attention_heads) for name in sides
+        ),
+    )
+
+
+ENDS: dict[str, Callable[[ModelConfig, int], ModelEnds]] = {"gpt": gpt_ends, "bert": bert_ends, "t5": t5_ends}
 """Ends of a model with sequences of a length, by --model-type; `MODELS` of model/table.py has what is built."""
 
 

@@ -8,12 +8,13 @@ a module, and a test that holds one to the other (tests/estimate/test_layer_cost
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from megatronish.config.sections.model import Activation, ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, options_of
-from megatronish.specs.attention import AttentionRun, AttentionSpec
+from megatronish.specs.attention import AttentionRun, AttentionSpec, BiasedAttentionSpec
 from megatronish.specs.costs import ActivationBytes, Count, LayerCost, LinearShape, NormShape
 
 
@@ -43,7 +44,7 @@ class MLPSpec:
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.activation in ("swiglu", "quick_geglu")
+        return self.activation in ("swiglu", "geglu", "quick_geglu")
 
     @property
     def is_plain(self) -> bool:
@@ -71,14 +72,17 @@ class MLPSpec:
         return self.ffn_size if self.activation == "swiglu" and self.is_plain else 0
 
     def cost(self, model: ModelConfig, name: str = "mlp") -> LayerCost:
-        """Kept besides the inputs of linear layers: the activation's input, and plain SwiGLU's activated gate."""
+        """Kept besides the inputs of linear layers: the activation's input, and plain SwiGLU's activated gate.
+
+        ReLU keeps its output, which is the input of the second product.
+        """
         hidden, sections = model.hidden_size, tuple(self.sections.items())
         return LayerCost(
             linears=(
                 LinearShape(hidden, self.features, "column", self.bias, name=f"{name}.fc1", sections=sections),
                 LinearShape(self.ffn_size, hidden, "row", self.bias, name=f"{name}.fc2", sections=(("down", hidden),)),
             ),
-            kept=Count(split=self.features + self.activated_gate),
+            kept=Count(split=(0 if self.activation == "relu" else self.features) + self.activated_gate),
         )
 
     def more_kept(self, size: ActivationBytes, *, fused: bool, learns: bool) -> float:
@@ -177,23 +181,77 @@ class LayerSpec:
             _experts(model) if experts else MLPSpec.of(model),
         )
 
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Every attention of the layer."""
+        return (self.attention,)
+
     def cost(self, model: ModelConfig) -> LayerCost:
         """Rows of both sublayers, and two norms."""
         attention_norm, mlp_norm = (
-            LayerCost(
-                norms=(NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p, name=name),)
-            )
-            for name in ("attention_norm", "mlp_norm")
+            LayerCost(norms=(_norm_shape(model, name),)) for name in ("attention_norm", "mlp_norm")
         )
         return attention_norm + self.attention.cost(model) + mlp_norm + self.mlp.cost(model)
 
     def more_kept(self, run: AttentionRun, *, learns: bool) -> float:
         """Bytes that a GPU keeps more than the cost row says."""
-        return self.mlp.more_kept(run.size, fused=run.kernels, learns=learns) + self.attention.more_kept(run)
+        return self.mlp.more_kept(run.size, fused=run.kernels, learns=learns) + sum(
+            each.more_kept(run) for each in self.attentions
+        )
 
     def transients(self, run: AttentionRun) -> float:
         """Bytes that the backward needs besides what was kept: that of the MLP, or then that of attention."""
-        return max(self.mlp.transients(run.size), self.attention.transients(run) - self.mlp.freed(run.size))
+        attention = max(each.transients(run) for each in self.attentions)
+        return max(self.mlp.transients(run.size), attention - self.mlp.freed(run.size))
+
+
+@dataclass(frozen=True)
+class SideSpec(LayerSpec):
+    """Layer of an encoder or a decoder, of the part `share` of the rows: that of a decoder with cross attention."""
+
+    share: Fraction | int = 1
+    cross: BiasedAttentionSpec | None = None
+    ends_encoder: bool = False
+    """Whether a norm follows, which is the last of the encoder."""
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Self-attention, and cross attention of a decoder."""
+        return (self.attention,) if self.cross is None else (self.attention, self.cross)
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Rows of all sublayers with their norms, of the tokens of this side."""
+
+        def norm(name: str) -> LayerCost:
+            return LayerCost(norms=(replace(_norm_shape(model, name), share=self.share),))
+
+        mlp = self.mlp.cost(model)
+        own = tuple(replace(linear, share=self.share) for linear in mlp.linears)
+        cost = norm("attention_norm") + self.attention.cost(model)
+        if self.cross is not None:
+            cost += norm("cross_attention_norm") + self.cross.cost(model)
+        cost += norm("mlp_norm") + replace(mlp, linears=own, kept=Count(split=int(mlp.kept.split * self.share)))
+        return cost + norm("final_norm") if self.ends_encoder else cost
+
+    def more_kept(self, run: AttentionRun, *, learns: bool) -> float:
+        """As of any layer, of the tokens of this side; the rows of the other side stay in one tensor with them."""
+        mlp = self.mlp.more_kept(self._of_side(run.size), fused=run.kernels, learns=learns)
+        return mlp + sum(each.more_kept(run) for each in self.attentions)
+
+    def transients(self, run: AttentionRun) -> float:
+        """As of any layer, of the tokens of this side, and the gradient of all rows."""
+        size = self._of_side(run.size)
+        attention = max(each.transients(run) for each in self.attentions)
+        return run.size.residual + max(self.mlp.transients(size), attention - self.mlp.freed(size))
+
+    def _of_side(self, size: ActivationBytes) -> ActivationBytes:
+        """Bytes of activations of this side's tokens."""
+        names = ("feature", "hidden", "residual")
+        return size._replace(**{name: getattr(size, name) * float(self.share) for name in names})
+
+
+def _norm_shape(model: ModelConfig, name: str) -> NormShape:
+    return NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p, name=name)
 
 
 def _experts(model: ModelConfig) -> ExpertsSpec:
@@ -232,7 +290,22 @@ def transformer_layers(model: ModelConfig) -> Sequence[LayerSpec]:
     return tuple(specs[kind] for kind in kinds)
 
 
-LAYERS: dict[str, Callable[..., Sequence[LayerSpec]]] = {"transformer": transformer_layers}
+def t5_layers(model: ModelConfig) -> Sequence[LayerSpec]:
+    """Layers of a T5: those of the encoder, of which the last one ends in a norm, then those of the decoder."""
+    assert model.encoder_num_layers is not None
+    number, encoder = model.encoder_num_layers, model.encoder_share
+    decoder, mlp = 1 - encoder, MLPSpec.of(model)
+    seen = BiasedAttentionSpec.of_side(model, queries=encoder, keys=encoder, causal=False)
+    own = BiasedAttentionSpec.of_side(model, queries=decoder, keys=decoder, causal=True)
+    cross = BiasedAttentionSpec.of_side(model, queries=decoder, keys=encoder, causal=False, crosses=True)
+    return (
+        *[SideSpec(seen, mlp, share=encoder)] * (number - 1),
+        SideSpec(seen, mlp, share=encoder, ends_encoder=True),
+        *[SideSpec(own, mlp, share=decoder, cross=cross)] * (model.num_layers - number),
+    )
+
+
+LAYERS: dict[str, Callable[..., Sequence[LayerSpec]]] = {"transformer": transformer_layers, "t5": t5_layers}
 """Specs of all layers of a model, by --block. Keyword arguments are the options of the name in `BLOCK_NAMES`."""
 
 
@@ -240,7 +313,7 @@ def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
     """Every layer of a model, first layer first: those that are given, or those of its kind of block."""
     if isinstance(model, MixedModelConfig):
         return model.layers
-    specs = LAYERS[model.block](model, **options_of(BLOCK_NAMES, model.block, model.block_args))
+    specs = LAYERS[model.layer_table](model, **options_of(BLOCK_NAMES, model.block, model.block_args))
     if len(specs) != model.num_layers:
         raise UserError(
             f"block={model.block} gives {len(specs)} specs for num_layers={model.num_layers}; correct its `layers`"

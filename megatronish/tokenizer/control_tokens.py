@@ -44,6 +44,15 @@ MASK_NAMES = (("[CLS]", "[SEP]", "[MASK]", "[PAD]"), ("<s>", "</s>", "<mask>", "
 """Names of these tokens in BERT's vocabularies, and in RoBERTa's."""
 
 
+class SpanTokens(NamedTuple):
+    """Ids of the special tokens of a model of hidden spans, such as T5: start and end of a row, filler, sentinels."""
+
+    start: int
+    end: int
+    filler: int
+    sentinels: Sequence[int]
+
+
 class ControlEncoder(Protocol):
     """Encoder of texts with control tokens at given places."""
 

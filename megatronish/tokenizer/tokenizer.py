@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +31,7 @@ from megatronish.tokenizer.control_tokens import (
     HuggingFaceControls,
     MaskTokens,
     SentencePieceControls,
+    SpanTokens,
 )
 from megatronish.tokenizer.names import WORDPIECE, TokenizerType, tokenizer_type
 from megatronish.tokenizer.tiktoken_file import read_tiktoken
@@ -79,6 +81,24 @@ class Tokenizer(ABC):
             "--tokenizer-type huggingface or wordpiece_lower"
         )
 
+    def _named(self, name: str) -> int | None:
+        """Id of a token that no text is written with, by its name; None if there is none."""
+        return None
+
+    def own_sentinels(self) -> list[int]:
+        """Ids of the tokens called <extra_id_0>, <extra_id_1> and so on, in this order."""
+        found = (self._named(f"<extra_id_{number}>") for number in range(self.vocab_size))
+        return list(takewhile(lambda token: token is not None, found))  # type: ignore[arg-type]
+
+    def span_tokens(self, number: int) -> SpanTokens:
+        """Special tokens of a model of hidden spans: own sentinels, or the last `number` ids of the vocabulary."""
+        end = self._named("</s>")
+        end = self.eod if end is None else end
+        filler = self._named("<pad>")
+        filler = end if filler is None else filler
+        sentinels = self.own_sentinels() or range(self.vocab_size - 1, self.vocab_size - 1 - number, -1)
+        return SpanTokens(filler, end, filler, sentinels)
+
 
 class BytesTokenizer(Tokenizer):
     """Bytes of UTF-8 as tokens; 256 ends a document."""
@@ -125,6 +145,15 @@ class NullTokenizer(Tokenizer):
         if self.vocab_size < 5:
             return super().mask_tokens()
         return MaskTokens(self.vocab_size - 4, self.vocab_size - 1, self.vocab_size - 2, self.vocab_size - 3)
+
+    def span_tokens(self, number: int) -> SpanTokens:
+        """The last numbers of the vocabulary: its very last ends a row and a document, and sentinels are before it."""
+        if self.vocab_size < number + 2:
+            raise UserError(
+                f"a vocabulary of {self.vocab_size} has no place for {number} sentinels and a text; use a larger "
+                "--vocab-size, or fewer --vocab-extra-ids"
+            )
+        return SpanTokens(self.eod, self.eod, self.eod, range(self.eod - 1, self.eod - 1 - number, -1))
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -183,6 +212,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def control_encoder(self) -> ControlEncoder:
         return SentencePieceControls(self._model)
+
+    def _named(self, name: str) -> int | None:
+        return self._id_of(name)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -314,6 +346,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 return MaskTokens(*ids)
         return super().mask_tokens()
 
+    def _named(self, name: str) -> int | None:
+        found: int | None = self._model.token_to_id(name)
+        return found
+
     def control_encoder(self) -> ControlEncoder:
         return HuggingFaceControls(self._model, eos=str(self._model.id_to_token(self.eod)))
 
@@ -360,6 +396,8 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
         trial.try_once(kind, data, files)
     tokenizer = TOKENIZERS[kind](data)
     # Larger is fine, and rounds the model's table up; smaller would give ids without a row.
+    if data.vocab_extra_ids and kind != "null" and not tokenizer.own_sentinels():
+        tokenizer.vocab_size += data.vocab_extra_ids
     if data.vocab_size is not None and data.vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"--vocab-size {data.vocab_size} is smaller than the {kind} tokenizer's vocabulary of "

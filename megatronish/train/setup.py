@@ -25,6 +25,7 @@ from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, Collator, micro_batches, places_together, shortened
 from megatronish.data.masked import MaskedCollator
 from megatronish.data.sample import Dataset, Sample, samples_of_epochs
+from megatronish.data.spans import SpanCollator, sample_length
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.estimate.costs.devices import peak_tflops
@@ -115,7 +116,7 @@ class TrainingJob:
         vocab_size = config.data.vocab_size or tokenizer.vocab_size
         datasets = build_datasets(
             config.data,
-            seq_length=config.training.seq_length,
+            seq_length=sample_length(config),
             seed=config.training.seed,
             vocab_size=vocab_size,
             eod=tokenizer.eod,
@@ -225,8 +226,10 @@ class TrainingJob:
             ) from error
 
     @property
-    def collator(self) -> Collator | MaskedCollator:
+    def collator(self) -> Collator | MaskedCollator | SpanCollator:
         """The rules by which samples become a micro-batch."""
+        if self.config.model.has_encoder:
+            return SpanCollator.of(self.config, self.tokenizer.span_tokens(self.config.data.vocab_extra_ids))
         rows = Collator.of(self.config.data, eod=self.tokenizer.eod)
         if self.config.model.is_causal:
             return rows

@@ -18,6 +18,7 @@ from megatronish.commands.finetune import with_start
 from megatronish.commands.main import COMMANDS as COMMANDS_OF_MEGATRONISH
 from megatronish.commands.main import run as run_command
 from megatronish.commands.pretrain_bert import with_bert
+from megatronish.commands.pretrain_t5 import with_t5
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
 from megatronish.config.read import ConfigError, read_config
@@ -113,6 +114,8 @@ STARTS = {
     "finetune_gpt.py": with_start,
     "pretrain-bert": with_bert,
     "pretrain_bert.py": with_bert,
+    "pretrain-t5": with_t5,
+    "pretrain_t5.py": with_t5,
 }
 """Commands that put flags of their own in front of those that are given."""
 TRAINING = ("pretrain_gpt.py", "pretrain", *STARTS)

@@ -208,6 +208,10 @@ QWEN3_MOE = (
 """The form of Qwen3-30B-A3B; a micro-batch has 64 rows for each expert where the load is even."""
 ALIBI = "--position-embedding-type alibi"
 SDPA = "--attention-backend flash"
+T5 = (
+    "--model-type t5 --encoder-num-layers 1 --decoder-num-layers 1 --encoder-seq-length 1536 --decoder-seq-length 512 "
+    "--seq-length 2048 --position-embedding-type relative --vocab-extra-ids 100 --mean-span-length 3"
+)
 SINGLE = [
     SingleCase("a window", "llama", "--window-size 512"),
     SingleCase("documents", "llama", "--reset-attention-mask --reset-position-ids"),
@@ -245,6 +249,8 @@ SINGLE = [
     SingleCase("SGD", "llama", "--optimizer sgd"),
     SingleCase("BERT", "gpt", "--model-type bert"),
     SingleCase("BERT with dropout, in stages", "dropped", "--model-type bert", "--tp 2 --pp 2 --cp 2", 1, 7),
+    SingleCase("T5", "gpt", T5),
+    SingleCase("T5 with dropout, in stages", "dropped", T5, "--tp 2 --pp 2 --cp 2 --cp-comm-type a2a", 1, 7),
     SingleCase("unfused attention", "llama", "--attention-backend unfused"),
     SingleCase("unfused attention with dropout", "dropped", "--attention-backend unfused"),
     SingleCase("fused softmax", "llama", "--attention-backend fused_softmax"),

@@ -23,6 +23,7 @@ from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.masked import MaskedCollator
 from megatronish.data.sample import Dataset, Sample
 from megatronish.data.sentences import SPECIAL, pair
+from megatronish.data.spans import SpanCollator, SpanRule, text_length
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
@@ -30,7 +31,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.streams import numpy_stream
 from megatronish.report.statistics import params_norm
-from megatronish.tokenizer.control_tokens import MaskTokens
+from megatronish.tokenizer.control_tokens import MaskTokens, SpanTokens
 from megatronish.train.base_model import draw_base
 from megatronish.verify.verify import Choices, RoutingRecorder
 
@@ -118,6 +119,31 @@ class Pairs:
         return pair((text[: size // 3], text[size // 3 :]), length=self.length, masks=MASKS, is_swapped=index % 5 > 0)
 
 
+SPANS = SpanTokens(start=4, end=1, filler=4, sentinels=range(VOCABULARY - 1, VOCABULARY - 6, -1))
+
+
+def sides_of(seq_length: int) -> tuple[int, int]:
+    """Tokens of encoder and decoder: two thirds and one."""
+    return 2 * seq_length // 3, seq_length // 3
+
+
+class Texts:
+    """Random texts of the length whose spans fit a row; with filler of its own length in every third sample."""
+
+    name = identity = "texts"
+    num_samples = None
+
+    def __init__(self, seq_length: int, *, filled: bool) -> None:
+        encoder, decoder = sides_of(seq_length)
+        self.length = text_length(SpanRule(0.3, 2.0), encoder_length=encoder, decoder_length=decoder) + 1
+        self.filled = filled
+
+    def sample(self, index: int) -> Sample:
+        stream = numpy_stream(SEED, "texts", index)
+        filler = int(stream.integers(0, 4)) if self.filled and index % 3 else 0
+        return Sample(stream.integers(5, VOCABULARY - 5, self.length), num_filler=filler)
+
+
 def train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Choices] | None = None) -> Record:
     """SGD steps from the initial values, then Adam or Muon steps from them again.
 
@@ -177,7 +203,7 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
 
 
 def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatch]:
-    """This rank's micro-batches of a step; of BERT pairs of sentences with masked tokens."""
+    """This rank's micro-batches of a step; of BERT pairs of sentences with masked tokens, of T5 hidden spans."""
     rows = Collator(
         EOD,
         reset_position_ids=problem.documents,
@@ -186,7 +212,15 @@ def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatc
     )
     dataset: Dataset = Samples(problem.seq_length)
     collate: Callable[[Sequence[Sample], Sequence[int]], MicroBatch] = rows
-    if not problem.model.is_causal:
+    if problem.model.has_encoder:
+        dataset, (encoder, decoder) = Texts(problem.seq_length, filled=problem.documents), sides_of(problem.seq_length)
+        hide = SpanCollator(SPANS, encoder, decoder, SEED, SpanRule(0.3, 2.0))
+
+        def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
+            batch = hide(samples, sample_ids)
+            return batch if problem.documents else replace(batch, document_ids=None)  # which sees its filler
+
+    elif not problem.model.is_causal:
         dataset = Pairs(problem.seq_length, filled=problem.documents)
         collate = MaskedCollator(rows, MASKS, VOCABULARY, SEED, mask_prob=0.5)
     return micro_batches(

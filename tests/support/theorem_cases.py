@@ -4,7 +4,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import product
 from math import lcm
-from typing import Any
+from typing import Any, Literal
 
 from pairwise import Chosen, Pair, covered_pairs, pairwise
 from problem import CHUNKS, Problem, Spread
@@ -30,7 +30,7 @@ RECOMPUTE = {
 def choices(layout: Layout) -> dict[str, tuple[Any, ...]]:
     """What each feature may be in this layout, facts of the layout among them. None: the layout has nothing of it."""
     return {
-        "family": ("gpt2", "llama", "qwen", "bloom", "gpt_oss", "bert"),
+        "family": ("gpt2", "llama", "qwen", "bloom", "gpt_oss", "bert", "t5"),
         "tied": (True, False),
         "sequence_parallel": (True, False) if layout.tp > 1 else (None,),
         "dropout": (0.0, 0.1),
@@ -69,6 +69,8 @@ CASES = [
     *[Layout(tp=2, pp=2)] * 2,
     Layout(pp=3, cp=2),
     *[Layout(dp=4, pp=2)] * 3,
+    *[Layout(dp=2, pp=2)] * 3,
+    *[Layout(tp=2, pp=2)] * 2,
     Layout(pp=2, cp=4),
 ]
 CHOICES = [choices(layout) for layout in CASES]
@@ -108,21 +110,22 @@ def fewest_adapted(dealt: Sequence[Chosen]) -> set[int]:
 
 
 ADAPTER_SEED = 0
-DEALT = with_adapters(pairwise(CHOICES, seed=274))
+DEALT = with_adapters(pairwise(CHOICES, seed=1))
 ADAPTED = fewest_adapted(DEALT)
 """Cases whose adapters are trained in the usual run; `pytest --all-layouts` trains those of all."""
 
 
-POSITIONS = {"gpt2": "learned_absolute", "bert": "learned_absolute", "bloom": "alibi"}
+POSITIONS = {"gpt2": "learned_absolute", "bert": "learned_absolute", "bloom": "alibi", "t5": "relative"}
 
 
 def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
     """A small model that the layout divides."""
     family = chosen["family"]
     llama, qwen, oss = family in ("llama", "gpt_oss"), family == "qwen", family == "gpt_oss"
-    sight = "all" if family == "bert" else chosen["sight"]  # it has neither windows nor patterns
+    t5 = family == "t5"
+    sight = "all" if family in ("bert", "t5") else chosen["sight"]  # it has neither windows nor patterns
     # At least 3; where heads are traded for sequence, tp cp of them, and key/value heads that cp need not divide.
-    trades_heads = chosen["cp_comm_type"] == "a2a"
+    trades_heads = exchange_of(layout, chosen) == "a2a"
     unit = layout.tp * layout.cp if trades_heads else layout.tp
     heads = kv_heads = -(-3 // unit) * unit
     if llama and trades_heads:
@@ -132,7 +135,11 @@ def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
     positions = layout.pp * CHUNKS[chosen["schedule"] or "1f1b"]
     num_layers = max(positions, 2 if layout.pp == 1 else 4) + (chosen["split"] in ("uneven", "auto"))
     return ModelConfig(
-        model_type="bert" if family == "bert" else "gpt",
+        model_type=family if family in ("bert", "t5") else "gpt",  # type: ignore[arg-type]
+        encoder_num_layers=num_layers // 2 if t5 else None,
+        decoder_num_layers=num_layers - num_layers // 2 if t5 else None,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=6,
         bert_no_binary_head=family == "bert" and chosen["eod_mask_loss"],
         num_layers=num_layers,
         hidden_size=20 if qwen else 4 * heads,
@@ -142,14 +149,16 @@ def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
         group_query_attention=llama,
         num_query_groups=kv_heads if llama else None,
         position_embedding_type=POSITIONS.get(family, "rope"),  # type: ignore[arg-type]
-        normalization="RMSNorm" if llama or qwen else "LayerNorm",
+        normalization="RMSNorm" if llama or qwen or t5 else "LayerNorm",
         swiglu=family == "llama" or qwen,
         quick_geglu=oss,
+        geglu=t5 and not chosen["tied"],
+        relu=t5 and chosen["tied"],
         glu_linear_offset=1.0 if oss else 0.0,
         activation_func_clamp_value=0.3 if oss and chosen.get("clamped", True) else None,
         embed_layernorm=family == "bloom",
         softmax_type={"gpt_oss": "learnable", "bloom": "off-by-one"}.get(family, "vanilla"),  # type: ignore[arg-type]
-        disable_bias_linear=family == "llama" or qwen,
+        disable_bias_linear=family == "llama" or qwen or t5,
         add_qkv_bias=qwen,
         add_attention_bias=family == "llama" and chosen["tied"],
         add_mlp_bias=family == "llama" and not chosen["tied"] and chosen["eod_mask_loss"],
@@ -168,6 +177,11 @@ def model_of(layout: Layout, chosen: Chosen) -> ModelConfig:
     )
 
 
+def exchange_of(layout: Layout, chosen: Chosen) -> Literal["p2p", "a2a"]:
+    """How attention reaches the rest of a sequence: scores with a learned bias go round no ring."""
+    return "a2a" if layout.cp > 1 and chosen["family"] == "t5" else chosen["cp_comm_type"] or "p2p"
+
+
 def num_microbatches_of(layout: Layout, chosen: Chosen) -> int:
     """Of a step. Where 4 is dealt, a multiple of two or three stages is meant, or one more than three.
 
@@ -180,9 +194,10 @@ def num_microbatches_of(layout: Layout, chosen: Chosen) -> int:
 
 def problem_of(layout: Layout, chosen: Chosen) -> Problem:
     cut = lcm(2 * layout.cp, layout.cp * layout.tp) if layout.cp > 1 else layout.tp
+    unit = 3 * cut if chosen["family"] == "t5" else cut  # each of its sides is cut
     return Problem(
         model=model_of(layout, chosen),
-        seq_length=-(-12 // cut) * cut,
+        seq_length=-(-12 // unit) * unit,
         global_batch_size=layout.dp * chosen["micro_batch_size"] * num_microbatches_of(layout, chosen),
         eod_mask_loss=chosen["eod_mask_loss"],
         documents=chosen["documents"],
@@ -212,7 +227,7 @@ def offload_of(zero: int, asked: str) -> str:
 def spread_of(layout: Layout, chosen: Chosen) -> Spread:
     splits = chosen["schedule"] in ("zb-h1", "zb-v")  # which stages 2 and 3 cannot have
     zero = min(chosen["zero"], 1) if splits else chosen["zero"]
-    is_ring = layout.cp > 1 and chosen["cp_comm_type"] == "p2p"  # which has no choice of backends
+    is_ring = layout.cp > 1 and exchange_of(layout, chosen) == "p2p"  # which has no choice of backends
     shares = chosen["recompute"] == "uniform" and layout.tp > 1 and not chosen["sequence_parallel"]
     return Spread(
         layout=layout,
@@ -221,7 +236,7 @@ def spread_of(layout: Layout, chosen: Chosen) -> Spread:
         schedule=chosen["schedule"] or "1f1b",
         num_chunks=CHUNKS["interleaved"] if chosen["schedule"] == "interleaved" else None,
         split=chosen["split"] or "even",
-        cp_comm_type=chosen["cp_comm_type"] or "p2p",
+        cp_comm_type=exchange_of(layout, chosen),
         attention_backend="auto" if is_ring else chosen["attention_backend"],
         recompute=replace(RECOMPUTE[chosen["recompute"]], distribute_saved_activations=shares),
         overlap=chosen["overlap"] is not False,

@@ -220,8 +220,8 @@ FAMILIES = (
         "vision-pretraining vision-pretraining-type",
     ),
     Family(
-        "T5 and retrieval",
-        "T5 and models that retrieve text (RETRO, ICT) are not there; leave it out",
+        "retrieval",
+        "models that retrieve text (RETRO, ICT) are not there; leave it out",
         names="bert-embedder-type bert-load biencoder-projection-dim "
         "biencoder-shared-query-context-model block-data-path embedding-path evidence-data-path ict-head-size "
         "ict-load indexer-batch-size indexer-log-interval max-mask-length output-bert-embeddings "

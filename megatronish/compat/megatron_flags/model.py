@@ -140,14 +140,6 @@ MODEL: dict[str, Known] = {
     ),
     "mlp-type": Known("refused", "an MLP of experts is not there yet; leave it out", 1, ("standard",)),
     "glu-activation": by_value("use --swiglu", {"swiglu": (("swiglu", "true"),)}),
-    "encoder-num-layers": renamed("num_layers"),
-    "encoder-seq-length": renamed("seq_length"),
-    "decoder-num-layers": refused("models with an encoder and a decoder are not there; use --num-layers", 1),
-    "decoder-seq-length": refused("models with an encoder and a decoder are not there; use --seq-length", 1),
-    **all_idle(
-        "models with an encoder and a decoder are not there, and a GPT has no relative position bias",
-        valued="relative-attention-num-buckets relative-attention-max-distance",
-    ),
     **all_idle(_PADDING, valued="padded-vocab-size pad-vocab-size-to"),
     **all_idle(
         "it only moves fp16 rounding; the softmax is computed in fp32",

@@ -44,7 +44,9 @@ PIPELINE: dict[str, Known] = {
         valued="wgrad-deferral-limit",
     ),
     "standalone-embedding-stage": refused("the embedding belongs to the first stage; leave it out"),
-    "pipeline-model-parallel-split-rank": refused("models with an encoder and a decoder are not there", 1),
+    "pipeline-model-parallel-split-rank": refused(
+        "layers of encoder and decoder are shared out as one row of layers; leave it out", 1
+    ),
     "no-pipeline-parallel": means("pipeline_model_parallel_size", "1"),
 }
 

@@ -30,7 +30,6 @@ DATA: dict[str, Known] = {
     "enable-msc": idle("files are read from file systems, and a path that is not there is refused"),
     "object-storage-cache-path": refused("data lies on a file system; copy it there, and leave this out", 1),
     "s3-cache-path": refused("data lies on a file system; copy it there, and leave this out", 1),
-    "vocab-extra-ids": refused("put extra tokens into the tokenizer's file, or leave it out", 1, ("0",)),
     "hybrid-context-parallel": refused("all samples have one length; leave it out"),
     "max-seqlen-per-dp-cp-rank": refused("all samples have one length; leave it out", 1),
     # Alibaba's Pai-Megatron-Patch

@@ -29,13 +29,13 @@ def _layers(config: Config) -> str | None:
 
 def _objective(config: Config) -> str | None:
     objective, model = config.training.objective, config.model.model_type
-    wanted = OBJECTIVE_NAMES[objective].model_type
-    if wanted == model:
+    wanted = OBJECTIVE_NAMES[objective].model_types
+    if model in wanted:
         return None
-    fitting = [name for name, choice in OBJECTIVE_NAMES.items() if choice.model_type == model]
+    fitting = [name for name, choice in OBJECTIVE_NAMES.items() if model in choice.model_types]
     return (
-        f"objective={objective} trains model_type={wanted}, and this one is {model}; use --objective {fitting[0]}, or "
-        f"--model-type {wanted}"
+        f"objective={objective} trains model_type={wanted[0]}, and this one is {model}; use --objective {fitting[0]}, "
+        f"or --model-type {wanted[0]}"
     )
 
 
@@ -68,7 +68,7 @@ def _unread(config: Config) -> str | None:
         return None
     for name in _OWN:
         value = getattr(getattr(config, FIELDS[name].section), name)
-        if value != FIELDS[name].default:
+        if value != FIELDS[name].default and not (name == "mask_prob" and config.model.has_encoder):
             return f"{name}={value} is read for BERT alone; add --model-type bert, or leave {FIELDS[name].flag} out"
     return None
 

@@ -204,7 +204,7 @@ def _shared_over_tp(config: Config) -> str | None:
     return divide("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
 
 
-_FFN = ("ffn_hidden_size", "hidden_size", "swiglu", "quick_geglu")
+_FFN = ("ffn_hidden_size", "hidden_size", "swiglu", "geglu", "quick_geglu")
 _ROUTER = (
     "moe_router_enable_expert_bias",
     "moe_router_score_function",

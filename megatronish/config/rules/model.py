@@ -170,5 +170,5 @@ RULES = (
         lambda model: model.position_embedding_type == "rope",
         "add --position-embedding-type rope",
     ),
-    ConfigRule(("glu_linear_offset", "activation_func_clamp_value", "swiglu", "quick_geglu"), _gate),
+    ConfigRule(("glu_linear_offset", "activation_func_clamp_value", "swiglu", "geglu", "quick_geglu"), _gate),
 )

@@ -47,7 +47,9 @@ class DataConfig:
     eod_mask_loss: bool = False
     """Predictions made from an end-of-document token do not count."""
     mask_prob: Annotated[float, fraction(excluding=0)] = 0.15
-    """bert: probability of each token to be chosen: 80 % of these are masked, 10 % replaced, 10 % stay."""
+    """bert: part of the tokens that is chosen: 80 % masked, 10 % replaced, 10 % kept. t5: part that is hidden."""
+    mean_span_length: Annotated[float, at_least(1)] = 3.0
+    """t5: mean length of a span of hidden tokens."""
     short_seq_prob: Annotated[float, at_least(0), at_most(1)] = 0.1
     """bert: part of the pairs of sentences that are shorter than --seq-length allows."""
     num_workers: Annotated[int, at_least(0), at_most(2**31 - 1)] = 2
@@ -68,6 +70,8 @@ class DataConfig:
     """Special tokens that come first in a tiktoken vocabulary of JSON."""
     tiktoken_special_tokens: tuple[str, ...] = ()
     """Names of a tiktoken tokenizer's special tokens. Derived: <unk> <s> </s> ..., or <|endoftext|> for a text file."""
+    vocab_extra_ids: Annotated[int, at_least(0), at_most(1_000_000)] = 0
+    """t5: sentinels of hidden spans, added to the vocabulary of a tokenizer that has none called <extra_id_0>."""
     vocab_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """True vocabulary. Derived from the tokenizer."""
 

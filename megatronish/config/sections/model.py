@@ -5,6 +5,7 @@ Which layers have experts or a window is a pattern in Megatron-LM's notation: a 
 
 import ast
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Literal
 
@@ -108,8 +109,8 @@ def _number(node: ast.AST) -> int:
     return value
 
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "quick_geglu", "squared_relu"]
-"""Nonlinearity of an MLP; swiglu and quick_geglu are gated, gelu_tanh is GELU in its tanh form."""
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "quick_geglu", "squared_relu"]
+"""Nonlinearity of an MLP; swiglu, geglu and quick_geglu are gated, gelu_tanh is GELU in its tanh form, as in geglu."""
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 """Softmax of attention: over the keys alone, or with a sink, a logit of each head that is zero or learned."""
@@ -119,14 +120,28 @@ SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 class DenseOptions:
     """Options that every layer has. Sizes of 0 mean "not given"; None means "derived from the others"."""
 
-    model_type: Literal["gpt", "bert"] = "gpt"
-    """What the model is: gpt predicts the next token, bert those that are masked, from both sides."""
+    model_type: Literal["gpt", "bert", "t5"] = "gpt"
+    """What the model is: gpt predicts the next token, bert masked ones from both sides, t5 a text from another one."""
+    encoder_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
+    """t5: layers of the encoder."""
+    decoder_num_layers: Annotated[int | None, at_least(1), at_most(100_000)] = None
+    """t5: layers of the decoder."""
+    encoder_seq_length: Annotated[int | None, at_least(1), at_most(2**31 - 1), TRAINING_ONLY] = None
+    """t5: tokens of one sample that the encoder reads."""
+    decoder_seq_length: Annotated[int | None, at_least(1), at_most(2**31 - 1), TRAINING_ONLY] = None
+    """t5: tokens of one sample that the decoder reads."""
+    relative_attention_num_buckets: Annotated[int, at_least(4), at_most(65_536)] = 32
+    """t5: distances that the score bias of attention tells apart, longer ones together."""
+    relative_attention_max_distance: Annotated[int, at_least(2), at_most(2**31 - 1)] = 128
+    """t5: distance from which on all distances have one score bias."""
     num_token_types: Annotated[int, at_least(1), at_most(2**31 - 1)] = 2
     """bert: rows of the table of token types, which tell the first sentence of a pair from the second."""
     bert_no_binary_head: bool = False
     """bert: no pooler and no head that tells whether two sentences are in order."""
+    unscaled_logits: bool = False
+    """t5: hidden states are not made smaller before an output layer that is tied (T5 1.1 with one table)."""
     num_layers: Annotated[int, REQUIRED, at_least(1), at_most(100_000)] = 0
-    """Transformer layers in all."""
+    """Transformer layers in all. Derived for t5: those of the encoder and of the decoder."""
     hidden_size: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
     """Width D of the residual stream."""
     num_attention_heads: Annotated[int, REQUIRED, at_least(1), at_most(2**31 - 1)] = 0
@@ -141,8 +156,8 @@ class DenseOptions:
     """Key/value heads K. Derived: N, or 1 with --group-query-attention."""
     max_position_embeddings: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Rows of the learned position table. Derived: the sequence length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "none"] = "learned_absolute"
-    """How positions enter the model. alibi: scores fall with distance (BLOOM)."""
+    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "relative", "none"] = "learned_absolute"
+    """How positions enter the model. alibi: scores fall with distance (BLOOM); relative: a learned bias (T5)."""
     rotary_base: Annotated[float, greater_than(0)] = 10000.0
     """Base of RoPE's wavelengths."""
     rotary_percent: Annotated[float, fraction(excluding=0)] = 1.0
@@ -177,12 +192,16 @@ class DenseOptions:
     """Options of a plug-in's block: option=value ..."""
     swiglu: bool = False
     """Gated MLP: silu(gate) * up."""
+    geglu: bool = False
+    """Gated MLP: gelu(gate) * up, GELU in its tanh form (T5 1.1)."""
     quick_geglu: bool = False
     """Gated MLP: gate * sigmoid(1.702 gate) * up (gpt-oss)."""
     glu_linear_offset: Annotated[float, at_least(0)] = 0.0
     """Gated MLP: added to up (gpt-oss: 1)."""
     activation_func_clamp_value: Annotated[float | None, greater_than(0)] = None
     """Gated MLP: gate is at most this, up between minus this and this (gpt-oss: 7)."""
+    relu: bool = False
+    """MLP activation relu(x) (the first T5)."""
     squared_relu: bool = False
     """MLP activation relu(x)^2."""
     openai_gelu: bool = False
@@ -243,19 +262,17 @@ class DenseOptions:
 
     @property
     def activation(self) -> Activation:
-        """Nonlinearity of the MLP, as --swiglu, --quick-geglu, --squared-relu and --openai-gelu say together."""
-        if self.swiglu:
-            return "swiglu"
-        if self.quick_geglu:
-            return "quick_geglu"
-        if self.squared_relu:
-            return "squared_relu"
+        """Nonlinearity of the MLP, as the flag of one of them says, or --openai-gelu of GELU's form."""
+        named: tuple[Activation, ...] = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu")
+        for name in named:
+            if getattr(self, name):
+                return name
         return "gelu_tanh" if self.openai_gelu else "gelu"
 
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.swiglu or self.quick_geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def rotated_layers(self) -> tuple[bool, ...]:
@@ -267,8 +284,26 @@ class DenseOptions:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees no token after it."""
+        """Whether a token that is predicted sees no token after it."""
         return self.model_type != "bert"
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether some layers are an encoder, whose output the others read."""
+        return self.model_type == "t5"
+
+    @property
+    def encoder_share(self) -> Fraction:
+        """Part of a row of tokens that the encoder reads; a half where no lengths are given."""
+        encoder, decoder = self.encoder_seq_length, self.decoder_seq_length
+        if encoder is None or decoder is None:
+            return Fraction(1, 2) if self.has_encoder else Fraction(0)
+        return Fraction(encoder, encoder + decoder)
+
+    @property
+    def layer_table(self) -> str:
+        """The name of the layers in the tables of blocks: --block, but the layers of a T5 are its own."""
+        return "t5" if self.has_encoder else self.block
 
     @property
     def is_post_norm(self) -> bool:

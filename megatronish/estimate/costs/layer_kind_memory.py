@@ -149,7 +149,7 @@ class LayerMemory:
         padded = model.padded_vocab_size(self.vocab_size, self.tp)
         self.table = padded * model.hidden_size // self.tp
         """Elements of an embedding on this rank."""
-        self.logits = float(self.tokens * padded // self.tp * self.element)
+        self.logits = float(self.tokens * padded // self.tp * self.element * (1 - model.encoder_share))
         self.freezes = self.config.adapter.is_used
         self.defers = self.defers and not self.freezes  # weight gradients of adapters never wait
 

@@ -54,6 +54,7 @@ def parameters_of_stage(
         Count(split=vocab_size * model.hidden_size),
     )
     ends = ends_of(model, seq_length=seq_length)
+    held += ends.of_stage
     if is_first:
         held += table + ends.of_embedding(model)
     if is_last:

@@ -23,7 +23,8 @@ class StageParameter(NamedTuple):
     """A parameter as a rank holds it, [rows, columns], before ZeRO shares it.
 
     `cut` are the axes that cut it, `partial` those over which ranks have parts of its gradient although they hold the
-    whole of it. `matrices` are the elements of each matrix of the whole parameter that Muon updates.
+    whole of it. `tied` says which stages hold it, if they are several, as of a `Sharding`. `matrices` are the elements
+    of each matrix of the whole parameter that Muon updates.
     """
 
     name: str
@@ -32,7 +33,7 @@ class StageParameter(NamedTuple):
     cut: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     domain: str = "dense"
-    tied: bool = False
+    tied: str | None = None
     sources: frozenset[Source] = frozenset()
     matrices: tuple[int, ...] = ()
     learns: bool = True
@@ -64,6 +65,7 @@ class StageParameters(NamedTuple):
         """Embedding, layers, head; frozen with adapters, which learn in their place."""
         specs = layer_specs(self.config.model)
         costs = {spec: spec.cost(self.config.model) for spec in set(specs)}
+        yield from self.shared()
         yield from self.embedding()
         for chunk, layers in enumerate(self.load.layers):
             for number in layers:
@@ -72,10 +74,20 @@ class StageParameters(NamedTuple):
             yield from self.head()
 
     def ends(self) -> Iterator[StageParameter]:
-        """Parameters of a stage outside of its layers: its embedding and its head."""
+        """Parameters of a stage outside of its layers: what every stage has, its embedding and its head."""
+        yield from self.shared()
         yield from self.embedding()
         if self.load.is_last:
             yield from self.head()
+
+    def shared(self) -> Iterator[StageParameter]:
+        """Tables that every stage has, read in every chunk."""
+        sources = frozenset((chunk, "B") for chunk in range(len(self.load.layers)))
+        for table in self.model_ends.shared:
+            columns, learns = table.columns // self.tp, not self.config.adapter.is_used
+            yield StageParameter(
+                table.name, table.rows, columns, ("tp",), tied="stages", sources=sources, learns=learns
+            )
 
     def layer(self, name: str, cost: LayerCost, chunk: int) -> Iterator[StageParameter]:
         """A layer of a chunk."""
@@ -135,7 +147,7 @@ class StageParameters(NamedTuple):
         if model.tied and self.load.is_last:
             sources |= {(len(self.load.layers) - 1, self.deferred)}
         tokens = self.table("embedding.tokens.weight")
-        yield tokens._replace(tied=model.tied, sources=sources, learns=learns)
+        yield tokens._replace(tied="ends" if model.tied else None, sources=sources, learns=learns)
         if not self.load.is_first:
             return
         if self.model_ends.norm is not None:

@@ -185,7 +185,8 @@ class StateTraffic(StepTraffic):
             if parameter.learns:
                 sums_over = self.sums_over(parameter)
                 codes = self.is_coded(parameter), self.weight_block(parameter)
-                key = (parameter.domain, sums_over, parameter.cut, parameter.sources, codes)
+                alone = parameter.name if parameter.tied == "stages" else ""
+                key = (parameter.domain, sums_over, parameter.cut, parameter.sources, codes, alone)
                 alike.setdefault(key, []).append(parameter)
         for group in alike.values():
             sizes, first = [parameter.size for parameter in group], group[0]
@@ -210,7 +211,7 @@ class StateTraffic(StepTraffic):
     def weight_block(self, parameter: StageParameter) -> int | None:
         """Elements of the blocks of codes as which a parameter is sent, if it is (qwZ)."""
         parallel = self.config.parallel
-        is_weight = parameter.learns and not parameter.is_vector
+        is_weight = parameter.learns and not parameter.is_vector and parameter.tied != "stages"
         return parallel.zero_quantized_weights_block if parallel.zero_quantized_weights and is_weight else None
 
     def bytes_of(self, size: int, block: int | None) -> int:
@@ -223,8 +224,12 @@ class StateTraffic(StepTraffic):
 
     def sums_over(self, parameter: StageParameter) -> tuple[str, ...]:
         """Axes over which a gradient is summed besides its data ranks."""
-        shared = parameter.tied and self.config.layout.pp > 1 and self.load.is_first != self.load.is_last
-        return (*(axis for axis in parameter.partial if self.sizes[axis] > 1), *(("embedding",) if shared else ()))
+        holders = {
+            "ends": ("embedding",) if self.load.is_first != self.load.is_last else (),
+            "stages": ("pp",),
+        }
+        tied = holders[parameter.tied] if parameter.tied is not None and self.config.layout.pp > 1 else ()
+        return (*(axis for axis in parameter.partial if self.sizes[axis] > 1), *tied)
 
     def _rows(self) -> None:
         """ZeRO-3: parameters are gathered before every forward and backward, gradients reduced after every backward."""

@@ -20,7 +20,7 @@ What is computed again exchanges again what its forward did (`LayerTraffic`). Pa
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,14 +70,19 @@ class LayerTraffic(StepTraffic):
             forwards, name = self.forwards(index), f"layers.{layer}"
             # What is computed again begins with a copy of its input that has a gradient.
             self.learns_before |= forwards > 1
-            self._attention(name, spec.attention, forwards)
+            for attention in spec.attentions:
+                self._attention(name, attention, forwards)
             linears = spec.cost(self.config.model).linears
             for experts in [linear for linear in linears if linear.copies > 1 and linear.cut == "column"]:
                 self._experts(experts, forwards)
             # Column-parallel products and the row-parallel ones behind them.
             dense = [linear for linear in linears if linear.copies == 1 and linear.cut != "none"]
-            for first, second in zip(dense[::2], dense[1::2], strict=True):
-                self._pair(name, first, second, forwards)
+            before: list[LinearShape] = []
+            for linear in dense:
+                before.append(linear)
+                if linear.cut == "row":
+                    self._products(name, before[:-1], linear, forwards)
+                    before = []
         if self.config.recompute.distribute_saved_activations:
             size = self.config.recompute.recompute_num_layers
             groups = sum(
@@ -86,20 +91,21 @@ class LayerTraffic(StepTraffic):
             )
             self.add("tp", "all-gather", self.num_microbatches * groups * self.hidden)
 
-    def _pair(self, name: str, first: LinearShape, second: LinearShape, forwards: int) -> None:
-        """A column-parallel and a row-parallel product, and their adapters."""
-        size, times = self.num_microbatches * self.hidden, self.num_microbatches
+    def _products(self, name: str, columns: Sequence[LinearShape], row: LinearShape, forwards: int) -> None:
+        """Column-parallel products and the row-parallel one behind them, and their adapters."""
+        times = self.num_microbatches
+        first, last = (int(times * self.hidden * share) for share in (sum(each.share for each in columns), row.share))
         adapted = [
-            sum(self._is_adapted(f"{name}.{linear.name}.{section}") for section, _ in linear.sections)
-            for linear in (first, second)
+            sum(self._is_adapted(f"{name}.{each.name}.{section}") for each in linears for section, _ in each.sections)
+            for linears in (columns, [row])
         ]
         learns_inside = self.learns_before or adapted[0] > 0
         if self.cuts_sequence:
             # Forward; for the weight gradient; backward of the reduce-scatter at the end.
-            self.add("tp", "all-gather", (forwards + (not self.freezes) + learns_inside) * size)
-            self.add("tp", "reduce-scatter", (forwards + self.learns_before) * size)
+            self.add("tp", "all-gather", (forwards + (not self.freezes)) * first + learns_inside * last)
+            self.add("tp", "reduce-scatter", forwards * last + self.learns_before * first)
         else:
-            self.add("tp", "all-reduce", (forwards + self.learns_before) * size)
+            self.add("tp", "all-reduce", forwards * last + self.learns_before * first)
         self.learns_before = learns_inside or adapted[1] > 0
         if self.config.adapter.adapter_type == "lora":
             low = times * self.tokens * self.config.adapter.lora_rank * self.width
@@ -163,12 +169,14 @@ class LayerTraffic(StepTraffic):
             else:
                 self.add("tp", "all-reduce", size)
         if self.load.is_last:
+            predicting = 1 - self.config.model.encoder_share
+            size, tokens = int(size * predicting), int(self.tokens * predicting)
             if self.cuts_sequence:
                 self.add("tp", "all-gather", (1 + learns) * size)
                 self.add("tp", "reduce-scatter", size)
             else:
                 self.add("tp", "all-reduce", size)
-            self.add("tp", "all-reduce", self.num_microbatches * self.tokens * (4 + 2 * 4))
+            self.add("tp", "all-reduce", self.num_microbatches * tokens * (4 + 2 * 4))
 
 
 def expected_traffic(

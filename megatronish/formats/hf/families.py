@@ -12,6 +12,7 @@ from megatronish.formats.hf.qwen2 import QWEN2
 from megatronish.formats.hf.qwen2_moe import QWEN2_MOE
 from megatronish.formats.hf.qwen3 import QWEN3
 from megatronish.formats.hf.qwen3_moe import QWEN3_MOE
+from megatronish.formats.hf.t5 import T5
 
 # In the order of preference for a model that several families can describe.
 FAMILIES: dict[str, ModelFamily] = {
@@ -26,4 +27,5 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3_moe": QWEN3_MOE,
     "olmoe": OLMOE,
     "bert": BERT,
+    "t5": T5,
 }

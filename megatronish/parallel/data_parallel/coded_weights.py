@@ -44,7 +44,7 @@ def refuse_odd_rows(parameters: Mapping[str, Tensor], shardings: Mapping[str, Sh
     """UserError if a matrix that learns has rows, on this rank, that are not of whole blocks."""
     for name, parameter in parameters.items():
         width = parameter.shape[-1]
-        if parameter.requires_grad and not shardings[name].is_vector and width % block:
+        if parameter.requires_grad and shardings[name].is_rounded and width % block:
             raise UserError(
                 f"zero_quantized_weights_block={block} must divide every row of a matrix, and {name} has rows of "
                 f"{width} on a rank; use --zero-quantized-weights-block with a number that divides them, or leave "

@@ -14,7 +14,7 @@ the bucket's turn (the order must be the same on every rank), and `finish_reduct
 What is reduced (Rajbhandari et al. 2020, arXiv:1910.02054), over the data ranks of the bucket's domain: over the ranks
 that *shard* a bucket a reduce-scatter, after which each holds the sum of its own part; then over the ranks that hold
 *replicas* of these an all-reduce of the part. Plain data parallelism has replicas alone, ZeRO-1 shards alone, its
-hybrid both. At last `finish_reduction` sums over tp what is partial there, and over two stages what is tied
+hybrid both. At last `finish_reduction` sums over tp what is partial there, and over stages what is tied
 (`Sharding.sums_over`).
 
 With `gives_back` a bucket's memory is given back when a step begins, and taken again when its first gradient arrives:
@@ -149,14 +149,15 @@ class _Kinds(NamedTuple):
         sharding = self.shardings[name]
         if sharding.is_vector:
             return SentAs()
-        return SentAs(self.by_codes and self.domains[sharding.domain].shard.size > 1, self.weight_block)
+        by_codes = self.by_codes and self.domains[sharding.domain].shard.size > 1
+        return SentAs(by_codes, self.weight_block if sharding.is_rounded else None)
 
     def of(self, name: str) -> tuple[str, int, bool, list[str], bool, list[str], str, bool, bool]:
         """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
         sharding, parameter = self.shardings[name], self.parameters[name]
         integers = "" if parameter.is_floating_point() else str(parameter.dtype)
         domain = self.domains[sharding.domain]
-        place, is_tied = list(self.domains).index(domain.name), sharding.tied and domain.embedding.size > 1
+        place, is_tied = list(self.domains).index(domain.name), sharding.is_shared or sharding.holders(domain).size > 1
         partial_over = sorted(axis for axis in sharding.partial_over if domain.model[axis].size > 1)
         cut_axes, alone = sorted(sharding.cut_axes), name if is_tied else ""
         sent = self.sent_as(name)
@@ -179,7 +180,8 @@ def plan_buckets(
 
     Parameters and parts begin at multiples of `alignment` elements. Integers, which only a `Product` can read, lie in
     buckets of their own. So does each tied parameter, in an order of names: the stages that hold it add up whole
-    buckets, and on each of them its gradient comes from other actions. Large buckets serve the exchange of data ranks.
+    buckets, and on each of them its gradient comes from other actions. What several layers read is reduced last of all,
+    as no one of them knows when its gradient is complete. Large buckets serve the exchange of data ranks.
     Without it, those on a CPU are smaller: gradients take memory from the heap while activations are given back piece
     by piece, and small ones fit into holes. With `by_codes` gradients of matrices that data ranks share are sent as
     codes, with `weight_block` the matrices are: no vector is in a bucket with them, and each begins with a block.
@@ -359,7 +361,7 @@ class GradientBuckets:
 
     def weight_gradient_ready(self, parameter: nn.Parameter) -> None:
         """The action at work has added all that it adds to this gradient."""
-        if self._source is not None:
+        if self._source is not None and not self._bucket_of[self._name_of[parameter]].plan.sharding.is_shared:
             self.mark_ready(self._name_of[parameter], self._source)
 
     def mark_ready(self, name: str, source: Source) -> None:
@@ -445,7 +447,7 @@ class GradientBuckets:
         ]
         for bucket, pending in zip(replicated, under_way, strict=True):
             bucket.part.copy_(pending.wait())
-        # 3. Over tp where each rank has a part of the gradient, and over both holders of a tied embedding.
+        # 3. Over tp where each rank has a part of the gradient, and over the holders of a tied parameter.
         for bucket in self.buckets:
             for axis in bucket.plan.sums_over:
                 comm.all_reduce(bucket.part, axis)

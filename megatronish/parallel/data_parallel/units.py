@@ -61,7 +61,7 @@ class CodedAllGather(CountedAllGather):
         self._axis, self._block = axis, block
         parameters = [parameter for group in _groups_of(unit) for parameter in group.fsdp_params]
         self._parts = [_part_of(parameter) for parameter in parameters]
-        self._matrices = [each for each, part in zip(parameters, self._parts, strict=True) if part.is_matrix]
+        self._matrices = [each for each, part in zip(parameters, self._parts, strict=True) if part.is_rounded]
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
@@ -71,7 +71,7 @@ class CodedAllGather(CountedAllGather):
             return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
         sizes = [part.size for part in self._parts]
         rows, columns = input_tensor.split(sizes), output_tensor.view(self._axis.size, -1).split(sizes, dim=1)
-        vectors = [number for number, part in enumerate(self._parts) if not part.is_matrix]
+        vectors = [number for number, part in enumerate(self._parts) if not part.is_rounded]
         if vectors:
             sent = torch.cat([rows[number] for number in vectors])
             whole = sent.new_empty(self._axis.size, len(sent))
@@ -79,7 +79,7 @@ class CodedAllGather(CountedAllGather):
             for number, arrived in zip(vectors, whole.split([sizes[number] for number in vectors], 1), strict=True):
                 columns[number].copy_(arrived)
         if self._matrices:
-            self._gather_codes([each for each, part in zip(columns, self._parts, strict=True) if part.is_matrix])
+            self._gather_codes([each for each, part in zip(columns, self._parts, strict=True) if part.is_rounded])
         return None
 
     def _gather_codes(self, into: Sequence[Tensor]) -> None:
@@ -104,7 +104,7 @@ class RoundedGroup(FSDPParamGroup):
             return
         super().wait_for_unshard()
         for parameter in self.fsdp_params:
-            if _part_of(parameter).is_matrix:
+            if _part_of(parameter).is_rounded:
                 whole = parameter.all_gather_outputs[0]
                 # Torch copies so, too: what autograd has saved of the unit is gathered again in its place.
                 with torch.autograd._unsafe_preserve_version_counter(whole):
@@ -126,10 +126,11 @@ class CountedReduceScatter(DefaultReduceScatter):
 
 
 class UnitPart(NamedTuple):
-    """Elements of a parameter in the part of a unit that a rank keeps, and whether it is a matrix."""
+    """Elements of a parameter in a part of a unit; whether it is a matrix, and whether qwZ rounds it."""
 
     size: int
     is_matrix: bool
+    is_rounded: bool
 
 
 class CodedReduceScatter(CountedReduceScatter):
@@ -178,8 +179,8 @@ def parts_of(unit: FSDPModule) -> list[UnitPart]:
 def _part_of(parameter: FSDPParam) -> UnitPart:
     module, name = parameter._module_info.module, parameter._module_info.param_name
     assert isinstance(module, HasShardings)
-    is_vector = module.shardings()[name].is_vector
-    return UnitPart(parameter.padded_sharded_param_size.numel(), not is_vector)
+    sharding = module.shardings()[name]
+    return UnitPart(parameter.padded_sharded_param_size.numel(), not sharding.is_vector, sharding.is_rounded)
 
 
 def _count(axes: Sequence[Axis], operation: str, x: Tensor, group: ProcessGroup) -> None:

@@ -135,7 +135,8 @@ def copies_of(engine: Engine) -> Iterator[Copies]:
         yield Copies(domain.islands, frozen | _of_outer_step(engine, domain=name))
         for axis in domain.model.values():
             yield Copies(axis, {key: each for key, each in here.items() if axis.name not in shardings[key].cut_axes})
-        yield Copies(domain.embedding, {key: each for key, each in whole.items() if shardings[key].tied})
+        for tied, axis in domain.holders.items():
+            yield Copies(axis, {key: each for key, each in whole.items() if shardings[key].tied == tied})
 
 
 def _of_outer_step(engine: Engine, *, domain: str) -> dict[str, Tensor]:

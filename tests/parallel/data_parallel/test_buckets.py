@@ -46,7 +46,7 @@ def plans_of(
     return plan_buckets(
         parameters,
         plain | (shardings or {}),
-        {"dense": Domain(replicate=data, model={"tp": tp}, embedding=embedding)},
+        {"dense": Domain(replicate=data, model={"tp": tp}, holders={"ends": embedding})},
         bucket_size=bucket_size,
         alignment=4,
         sources=sources or dict.fromkeys(parameters, WHOLE_BACKWARD),
@@ -196,10 +196,10 @@ def add_up_tied(place: Place) -> tuple[list[tuple[str, ...]], dict[str, list[flo
     parameters = zeros(
         **({"tokens": 3} | own | {"other": 5} if place.rank == 0 else {"other": 5} | own | {"tokens": 3})
     )
-    tied = {name: Sharding((size,), tied=True) for name, size in (("tokens", 3), ("other", 5))}
+    tied = {name: Sharding((size,), tied="ends") for name, size in (("tokens", 3), ("other", 5))}
     kinds = {"tokens": "B", "other": "B" if place.rank == 0 else "W"}
     sources = {name: frozenset({(0, kinds.get(name, "B"))}) for name in parameters}
-    embedding = mesh.domains["dense"].embedding
+    embedding = mesh.embedding_axis
     buckets = buckets_of(parameters, tied, embedding=embedding, sources=sources, bucket_size=100)
     buckets.zero()
     for name, view in views_of(buckets).items():
@@ -245,7 +245,9 @@ def test_a_bucket_without_exchange_is_small_on_a_cpu() -> None:
 
 def test_what_replicas_of_shards_exchange_is_in_large_buckets() -> None:
     """The sums of ZeRO-3's rows, which nobody shards further."""
-    shared = Domain(shard=Axis("shard", 2), replicate=Axis("replicate", 2), model={"tp": ALONE}, embedding=ALONE)
+    shared = Domain(
+        shard=Axis("shard", 2), replicate=Axis("replicate", 2), model={"tp": ALONE}, holders={"ends": ALONE}
+    )
     for domain, number in ((shared, 1), (replace(shared, replicate=ALONE), 2)):
         plans = plan_buckets(
             parameters := zeros(a=2_000_000, b=2_000_000),
@@ -261,7 +263,7 @@ def test_what_replicas_of_shards_exchange_is_in_large_buckets() -> None:
 def kinds(tp: Axis, embedding_axis: Axis) -> dict[str, tuple[tuple[str, ...], bool]]:
     """Of each parameter: the axes that finish its sum, and whether this rank counts it."""
     shardings = {
-        "tied": Sharding((4,), cuts=(Cut(0, "tp"),), tied=True),
+        "tied": Sharding((4,), cuts=(Cut(0, "tp"),), tied="ends"),
         "cut": Sharding((4,), cuts=(Cut(0, "tp"),)),
         "norm": Sharding((4,)),
         "partial": Sharding((4,), partial_over=frozenset({"tp"})),
@@ -295,7 +297,7 @@ def finish_partial_and_tied(place: Place) -> dict[str, list[float]]:
     mesh = Mesh.start(Layout(pp=3, tp=2), rank=place.rank, init_method=place.rendezvous)
     shardings = {
         "norm": Sharding((2,), partial_over=frozenset({"tp"})),
-        "tied": Sharding((2,), cuts=(Cut(0, "tp"),), tied=True),
+        "tied": Sharding((2,), cuts=(Cut(0, "tp"),), tied="ends"),
     }
     sizes = {"norm": 2} if mesh.pp.rank == 1 else {"norm": 2, "tied": 2}
     buckets = buckets_of(

@@ -1,0 +1,194 @@
+"""Spans of tokens that are hidden and asked for: the collator of T5, and rows of an encoder and a decoder.
+
+Of a text of L tokens --mask-prob of them are hidden, in spans of --mean-span-length tokens on average (Raffel et al.
+2020, arXiv:1910.10683, section 3.1.4). In the encoder's row a span is one sentinel; the decoder's row has each sentinel
+and what it hides:
+
+    text       the house at the end of the road
+    encoder    the <s0> at the end <s1> road </s>
+    decoder    <s0> house <s1> of the </s>
+
+How many tokens and spans are hidden follows from L alone, and which ones is named by (seed, number of the sample): so
+it depends on no layout and no worker, and a sample that comes again in another epoch hides others. Data sets have texts
+of the greatest L whose rows fit (`text_length`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatronish.config.config import Config
+from megatronish.core.errors import UserError
+from megatronish.data.sample import Sample
+from megatronish.model.batch import MicroBatch
+from megatronish.parallel.streams import numpy_stream
+from megatronish.tokenizer.control_tokens import SpanTokens
+
+Ids = NDArray[np.int64]
+
+
+class SpanRule(NamedTuple):
+    """Part of a text's tokens that is hidden, and the mean length of a span of them."""
+
+    density: float
+    mean_length: float
+
+    @classmethod
+    def of(cls, config: Config) -> "SpanRule":
+        """As the flags say."""
+        return cls(config.data.mask_prob, config.data.mean_span_length)
+
+    def hidden(self, length: int) -> "HiddenSpans":
+        """Tokens that are hidden of a text of at least two tokens, and their spans."""
+        tokens = min(max(round(length * self.density), 1), length - 1)
+        spans = min(max(round(tokens / self.mean_length), 1), tokens, length - tokens)
+        return HiddenSpans(tokens, spans)
+
+    def row_lengths(self, length: int) -> tuple[int, int]:
+        """Tokens of the encoder's and of the decoder's row of a text, each with its end."""
+        tokens, spans = self.hidden(length)
+        return length - tokens + spans + 1, tokens + spans + 1
+
+
+class HiddenSpans(NamedTuple):
+    """Numbers of hidden tokens and of their spans."""
+
+    tokens: int
+    spans: int
+
+
+def text_length(rule: SpanRule, *, encoder_length: int, decoder_length: int) -> int:
+    """The most tokens of a text whose two rows fit; UserError if not even two do."""
+    length = encoder_length + decoder_length
+    while length > 1:
+        rows = rule.row_lengths(length)
+        if rows[0] <= encoder_length and rows[1] <= decoder_length:
+            return length
+        length -= max(1, rows[0] - encoder_length, (rows[1] - decoder_length) // 2)
+    raise UserError(
+        f"encoder_seq_length={encoder_length} and decoder_seq_length={decoder_length} have no room for a text of two "
+        "tokens with a sentinel and an end; use at least 3 each"
+    )
+
+
+def sides_of(config: Config) -> tuple[int, int]:
+    """Tokens of the encoder's and of the decoder's row of a sample."""
+    encoder, decoder = config.model.encoder_seq_length, config.model.decoder_seq_length
+    assert encoder is not None and decoder is not None, "a T5 is trained with the lengths of its sides"
+    return encoder, decoder
+
+
+def sample_length(config: Config) -> int:
+    """Tokens of a text that a data set is asked for: as many as a row has, or those whose hidden spans fit two rows."""
+    if not config.model.has_encoder:
+        return config.training.seq_length
+    encoder, decoder = sides_of(config)
+    return text_length(SpanRule.of(config), encoder_length=encoder, decoder_length=decoder)
+
+
+class SideRows(NamedTuple):
+    """What the encoder reads and what the decoder writes of a sample, without filler."""
+
+    inputs: Ids
+    targets: Ids
+
+
+@dataclass(frozen=True)
+class SpanCollator:
+    """Rules by which samples become a micro-batch of T5: `collate(samples, sample_ids)`.
+
+    Of a sample's L + 1 tokens the last, which is a label alone, is not read.
+    """
+
+    special: SpanTokens
+    encoder_length: int
+    decoder_length: int
+    seed: int
+    rule: SpanRule
+
+    @classmethod
+    def of(cls, config: Config, special: SpanTokens) -> "SpanCollator":
+        """The rules that a config asks for; UserError where a text has more spans than there are sentinels."""
+        rule, (encoder, decoder) = SpanRule.of(config), sides_of(config)
+        length = text_length(rule, encoder_length=encoder, decoder_length=decoder)
+        spans, most = rule.hidden(length).spans, len(special.sentinels)
+        if spans > most:
+            raise UserError(
+                f"a text of {length} tokens, which fits encoder_seq_length={encoder}, has {spans} hidden spans, and "
+                f"there are {most} sentinels; use --vocab-extra-ids {spans}, if the tokenizer has no own ones, or a "
+                "shorter --encoder-seq-length"
+            )
+        return cls(special, encoder, decoder, config.training.seed, rule)
+
+    def __call__(self, samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
+        """B samples -> [B, Se + Sd] tensors on the CPU."""
+        rows = [self.rows(sample, number) for sample, number in zip(samples, sample_ids, strict=True)]
+        return side_by_side(
+            rows,
+            sample_ids,
+            special=self.special,
+            encoder_length=self.encoder_length,
+            decoder_length=self.decoder_length,
+        )
+
+    def rows(self, sample: Sample, number: int) -> SideRows:
+        """The rows of the sample with this number."""
+        text = sample.tokens[: len(sample.tokens) - 1 - sample.num_filler]
+        tokens, spans = self.rule.hidden(len(text))
+        stream = numpy_stream(self.seed, "spans", number)
+        shown = _parts(len(text) - tokens, spans, stream)
+        hidden = _parts(tokens, spans, stream)
+        # Shown and hidden runs take turns, and a shown one comes first.
+        cuts = np.cumsum(np.stack((shown, hidden), axis=1).reshape(-1))[:-1]
+        runs = np.split(text, cuts)
+        sentinels = [np.array([sentinel]) for sentinel in self.special.sentinels[:spans]]
+        end = [np.array([self.special.end])]
+        inputs = [part for pair in zip(runs[::2], sentinels, strict=True) for part in pair]
+        targets = [part for pair in zip(sentinels, runs[1::2], strict=True) for part in pair]
+        return SideRows(*(np.concatenate(parts + end).astype(np.int64) for parts in (inputs, targets)))
+
+
+def _parts(total: int, number: int, stream: np.random.Generator) -> Ids:
+    """Sizes of so many parts of a whole, none empty, every partition as likely as any other."""
+    cuts = np.sort(stream.permutation(total - 1)[: number - 1]) + 1
+    return np.diff(np.concatenate(([0], cuts, [total])))
+
+
+def side_by_side(
+    rows: Sequence[SideRows],
+    sample_ids: Sequence[int],
+    *,
+    special: SpanTokens,
+    encoder_length: int,
+    decoder_length: int,
+) -> MicroBatch:
+    """The micro-batch of rows of two sides, each filled up to its length.
+
+    The decoder reads what it wrote one token before, first the start token. Filler of the encoder is document 1, which
+    no token of document 0 sees; filler of the decoder comes after all that counts.
+    """
+    length = encoder_length + decoder_length
+    tokens = np.full((len(rows), length), special.filler, np.int64)
+    labels, documents = tokens.copy(), np.ones_like(tokens)
+    mask = np.zeros((len(rows), length), np.bool_)
+    for number, (inputs, targets) in enumerate(rows):
+        assert len(inputs) <= encoder_length and len(targets) <= decoder_length, "rows are cut before they come here"
+        end = encoder_length + len(targets)
+        tokens[number, : len(inputs)] = inputs
+        documents[number, : len(inputs)] = 0
+        tokens[number, encoder_length:end] = np.concatenate(([special.start], targets[:-1]))
+        labels[number, encoder_length:end] = targets
+        mask[number, encoder_length:end] = True
+    batch = MicroBatch(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy(mask),
+        position_ids=torch.arange(length).expand(len(rows), -1).contiguous(),
+        sample_ids=torch.tensor(sample_ids),
+        document_ids=torch.from_numpy(documents),
+    )
+    return batch.with_encoder(encoder_length)
