@@ -23,6 +23,7 @@ from megatronish.launch.terminal import NARROWEST
 SCRIPTS = [
     ROOT / "pretrain_gpt.py",
     ROOT / "pretrain_bert.py",
+    ROOT / "pretrain_t5.py",
     ROOT / "finetune_gpt.py",
     *sorted((ROOT / "tools").glob("*.py")),
 ]
