@@ -16,7 +16,8 @@ import tyro
 from megatronish.compat.importers.accelerate import from_accelerate
 from megatronish.compat.importers.axolotl import from_axolotl
 from megatronish.compat.importers.deepspeed import from_deepspeed
-from megatronish.compat.importers.imported import Imported, read_object
+from megatronish.compat.importers.imported import Imported
+from megatronish.compat.importers.values import read_object
 from megatronish.config.arguments import read_arguments
 from megatronish.config.marks import at_least, at_most
 from megatronish.core.files import AtomicFile, refuse_input_as_output, unwritten

@@ -27,8 +27,8 @@ def test_a_config_of_accelerate_becomes_a_layout(tmp_path: Path) -> None:
     assert (config.training.bf16, config.recompute.recompute_granularity) == (True, "full")
     for key in (
         "rdzv_backend",
-        "fsdp_config.auto_wrap_policy",
-        "fsdp_config.state_dict_type",
+        "fsdp_config.fsdp_auto_wrap_policy",
+        "fsdp_config.fsdp_state_dict_type",
         "optimizer, learning rate",
     ):
         assert f"#   {key}" in text

@@ -85,8 +85,8 @@ def test_codes_of_zero_plus_plus_are_ours_under_stage_3(name: str, dtype: str) -
     assert read(3, True) == (dtype, None)
     assert read(3, False) == (None, None)
     assert read(2, True) == (None, "it is for stage 3")
-    with pytest.raises(UserError, match=rf"zero_optimization.{name}=yes must be true or false"):
-        read(3, "yes")
+    with pytest.raises(UserError, match=rf"zero_optimization.{name}=tru must be true or false"):
+        read(3, "tru")
 
 
 def test_the_batch_follows_from_steps_of_accumulation_and_the_data_parallel_size() -> None:

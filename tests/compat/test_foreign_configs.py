@@ -342,7 +342,7 @@ def test_a_list_of_splits_that_is_none_is_a_sentence(text: str, tmp_path: Path) 
     ("lines", "sentence"),
     [
         ("val_set_size: [1]", r"val_set_size=\[1\] must be a number"),
-        ("val_set_size: -1", "val_set_size=-1 must not be negative"),
+        ("val_set_size: -1", "val_set_size=-1 must be at least 0"),
         ("val_set_size: .nan", "val_set_size=NaN must be a number"),
         ("micro_batch_size: {}\nlora_r: 2", None),
         ("micro_batch_size: 1.5", "micro_batch_size=1.5 must be a whole number"),

@@ -195,4 +195,6 @@ def test_a_password_of_another_frameworks_file_is_not_written() -> None:
     board = {"enabled": True, "output_path": "s3://me:HUNTER2@b/x"}
     text = from_deepspeed({"train_micro_batch_size_per_gpu": 1, "tensorboard": board}).to_toml(Path("ds.json"))
     assert "HUNTER2" not in text and "tensorboard_dir = " not in text
-    assert "NOT AS THERE: tensorboard_dir: it has a password, which no file of a run holds; give it as --" in text
+    assert (
+        "NOT AS THERE: tensorboard.output_path: it has a password, which no file of a run holds; give it as --" in text
+    )

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatronish.compat.importers.axolotl import fsdp
-from megatronish.compat.importers.axolotl_data import is_file
 from megatronish.compat.importers.deepspeed import OLDER_CLIPPING, from_deepspeed
+from megatronish.compat.importers.deepspeed import SWITCHES as OF_DEEPSPEED
 from megatronish.compat.importers.imported import (
     SPEED,
     Imported,
@@ -14,10 +13,15 @@ from megatronish.compat.importers.imported import (
     apply,
     dropped,
     field,
-    is_on,
+)
+from megatronish.compat.importers.sharding import FSDP_PREFIX, FSDP_SWITCHES, fsdp, is_file
+from megatronish.compat.importers.values import (
+    Switches,
     number,
     read_object,
     section,
+    settled,
+    switches_of,
     text,
     whole,
 )
@@ -95,6 +99,39 @@ FILE_ALONE = (
     *("offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"),
 )
 """Keys that accelerate launch refuses with a file of DeepSpeed's."""
+DEEPSPEED: dict[str, Rule] = {
+    **dict.fromkeys(
+        (
+            *("zero3_init_flag", "deepspeed_multinode_launcher", "deepspeed_exclusion_filter", "deepspeed_hostfile"),
+            *("deepspeed_inclusion_filter", "deepspeed_moe_layer_cls_names", "zero3_save_16bit_model"),
+        ),
+        SPEED,
+    ),
+}
+DYNAMO: dict[str, Rule] = dict.fromkeys(
+    (
+        *("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"),
+        *("mode", "use_dynamic", "use_fullgraph", "use_regional_compilation"),
+    ),
+    SPEED,
+)
+"""What is left of the sections of DeepSpeed and of torch.compile."""
+OF_KEYS = {
+    "zero_optimization.stage": "zero_stage",
+    "gradient_clipping": "gradient_clipping",
+    **{f"zero_optimization.{key}": f"{key}_device" for key in ("offload_optimizer", "offload_param")},
+    **{f"zero_optimization.{key}.nvme_path": f"{key}_nvme_path" for key in ("offload_optimizer", "offload_param")},
+}
+"""Keys of DeepSpeed that Accelerate makes of its own, and those."""
+OF_KINDS = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
+"""The section that each kind reads."""
+MEGATRON_PREFIX, WITHIN = "megatron_lm_", "deepspeed_config."
+SWITCHES: Switches = {
+    **dict.fromkeys(("use_cpu", "fp16", "megatron_lm_config.recompute_activations"), ()),
+    **FSDP_SWITCHES,
+    **switches_of(MEGATRON, within="megatron_lm_config."),
+}
+"""Switches of the whole file."""
 KINDS = ("NO", "DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TPU")
 _SECTIONS = (
     *("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "dynamo_config"),
@@ -109,8 +146,9 @@ PROGRAM = (
 
 def from_accelerate(values: Mapping[str, Any], *, folder: Path, dp: int | None = None) -> Imported:
     """Settings of a default_config.yaml in `folder`; `dp` is the data-parallel size, else from num_processes."""
-    # 1. Keys whose value alone decides, and the sizes of one copy of the model.
-    found = Imported()
+    # 1. Switches; keys whose value alone decides, and the sizes of one copy of the model.
+    prefixes = {"fsdp_config": FSDP_PREFIX, "megatron_lm_config": MEGATRON_PREFIX}
+    found, values = Imported(), settled(values, SWITCHES, prefixes=prefixes)
     kind = text(values, "distributed_type", "NO").upper()
     if kind not in KINDS and not kind.startswith("MULTI_"):
         raise UserError(
@@ -130,14 +168,21 @@ def from_accelerate(values: Mapping[str, Any], *, folder: Path, dp: int | None =
         raise UserError(f"distributed_type={kind} is not there: there are GPUs and CPUs; import another config")
     else:
         found.set("zero_stage", 0)
+    for other, name in OF_KINDS.items():
+        if other != kind and values.get(name):
+            found.leave_out(name, f"distributed_type={kind} does not read it")
     if kind != "DEEPSPEED":
         found.set("bf16", precision in ("bf16", "fp8"))
         if precision == "fp16":
             _scaled(found, kind)
     # 3. Where it runs.
-    if is_on(values.get("use_cpu")) or kind == "MULTI_CPU":
+    if values.get("use_cpu") or kind == "MULTI_CPU":
         found.set("device", "cpu")
-    backend = text(section(values, "dynamo_config"), "dynamo_backend", text(values, "dynamo_backend", "NO"))
+    dynamo, within = section(values, "dynamo_config"), "dynamo_config."
+    backend = text(dynamo, "dynamo_backend", text(values, "dynamo_backend", "NO"), within=within)
+    backend = text(dynamo, "backend", backend, within=within)
+    rest = {key: value for key, value in dynamo.items() if key not in ("dynamo_backend", "backend")}
+    apply(found, rest, DYNAMO, within=within)
     if backend.upper() != "NO":
         found.set("compile", True)
     _ranks(found, values, dp)
@@ -148,7 +193,7 @@ def from_accelerate(values: Mapping[str, Any], *, folder: Path, dp: int | None =
 def _mixed_precision(found: Imported, values: Mapping[str, Any]) -> str:
     """mixed_precision: no, bf16, fp16 or fp8. There is none where it is absent; older files have a switch, fp16."""
     kind = values.get("mixed_precision")
-    if kind is None and is_on(values.get("fp16")):
+    if kind is None and values.get("fp16"):
         kind = "fp16"
     kind = "no" if kind in (None, "", False) else str(kind).lower()  # YAML reads no as False
     if kind == "fp8":
@@ -169,27 +214,32 @@ def _scaled(found: Imported, kind: str) -> None:
 
 
 def _parallelism(found: Imported, values: Mapping[str, Any]) -> None:
-    rest = {key.removeprefix("parallelism_config_"): value for key, value in values.items()}
+    prefix, within = "parallelism_config_", "parallelism_config."
     # Sequences are cut in one of two ways, and a size of 1 for the other one is none.
-    for key in ("cp_size", "sp_size"):
-        if rest.get(key) == 1:
-            del rest[key]
-    apply(found, rest, PARALLELISM, within="parallelism_config.")
-    if "sp_size" in rest:
+    rest = {
+        key: value
+        for key, value in values.items()
+        if value != 1 or key.removeprefix(prefix) not in ("cp_size", "sp_size")
+    }
+    apply(found, rest, {**PARALLELISM, **{f"{prefix}{key}": rule for key, rule in PARALLELISM.items()}}, within=within)
+    if {"sp_size", f"{prefix}sp_size"} & rest.keys():
         found.set("cp_comm_type", "a2a")  # DeepSpeed's Ulysses
 
 
 def _deepspeed(found: Imported, values: Mapping[str, Any], precision: str, folder: Path, dp: int | None) -> None:
     """DeepSpeed, by the settings that Accelerate hands on: those of a file of its own, or made of a few keys."""
     config = section(values, "deepspeed_config")
-    if name := text(config, "deepspeed_config_file"):
+    if name := text(config, "deepspeed_config_file", within=WITHIN):
         path = next((each for each in (Path(name), folder / name) if is_file(each)), Path(name))
         given, within = _of_file(found, config, read_object(path, is_yaml=False), path.name), f"{path.name}: "
     else:
-        path, given, within = None, _of_keys(found, config), "deepspeed_config: "
+        path, given, within = None, _of_keys(found, config), WITHIN
     given |= _precisions(found, given, precision, path)
     # 1. Which ranks are data-parallel follows from sizes that the file may have, and the batch follows from them.
-    sizes = from_deepspeed(given).settings
+    try:
+        sizes = from_deepspeed(given).settings
+    except UserError as error:
+        raise UserError(f"{within if path is None else shown(within)}{error}") from None
     found.settings |= {name: sizes[name] for name in COPY if name in sizes}
     other = from_deepspeed(given, dp=_data_parallel_size(found, values, dp))
     # 2. Without these sections the program makes both, which says more than that DeepSpeed makes none.
@@ -199,38 +249,34 @@ def _deepspeed(found: Imported, values: Mapping[str, Any], precision: str, folde
             for each in names:
                 other.settings.pop(each, None)
     found.settings |= other.settings
-    found.key_of |= {name: f"{within}{key}" for name, key in other.key_of.items()}
-    found.left_out |= {f"{within}{key}": reason for key, reason in other.left_out.items()}
-    found.otherwise |= {f"{within}{key}": reason for key, reason in other.otherwise.items()}
-    # 3. What is left of the YAML changes no number.
+    own_names = OF_KEYS if path is None else {}
+    found.key_of |= {name: f"{within}{own_names.get(key, key)}" for name, key in other.key_of.items()}
+    found.left_out |= {f"{within}{own_names.get(key, key)}": reason for key, reason in other.left_out.items()}
+    found.otherwise |= {f"{within}{own_names.get(key, key)}": reason for key, reason in other.otherwise.items()}
+    # 3. What is left of the YAML.
     read = ("deepspeed_config_file", *FILE_ALONE)
-    rest = {key: value for key, value in config.items() if key not in read}
-    apply(found, rest, dict.fromkeys(rest, SPEED), within="deepspeed_config.")
+    apply(found, {key: value for key, value in config.items() if key not in read}, DEEPSPEED, within=WITHIN)
 
 
 def _of_keys(found: Imported, config: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's settings that Accelerate makes of its own keys, with its defaults."""
-    stage = number(config, "zero_stage")
+    stage = number(config, "zero_stage", within=WITHIN)
     zero: dict[str, Any] = {"stage": 2 if stage is None else whole(stage, "deepspeed_config.zero_stage")}
     for key in ("offload_optimizer", "offload_param"):
-        zero[key] = {"device": text(config, f"{key}_device", "none").lower()}
-        if path := text(config, f"{key}_nvme_path", ""):
+        zero[key] = {"device": text(config, f"{key}_device", "none", within=WITHIN).lower()}
+        if path := text(config, f"{key}_nvme_path", within=WITHIN):
             zero[key]["nvme_path"] = path
     given: dict[str, Any] = {"zero_optimization": zero}
     if config.get("gradient_clipping") in (None, "none", "auto"):
         clip: float | None = 1.0
         found.leave_out("deepspeed_config.gradient_clipping", CLIPPED)
     # What is off is not handed on, so DeepSpeed's own default counts.
-    elif not (clip := number(config, "gradient_clipping")):
+    elif not (clip := number(config, "gradient_clipping", within=WITHIN)):
         clip = 1.0
         found.warn("deepspeed_config.gradient_clipping", f"0 is not handed on, and {OLDER_CLIPPING}")
     given["gradient_clipping"] = clip
     steps = config.get("gradient_accumulation_steps")
-    if steps not in (None, 1, "auto"):
-        if (number(config, "gradient_accumulation_steps") or 0) < 1:
-            raise UserError(
-                f"deepspeed_config.gradient_accumulation_steps={shown(steps)} must be at least 1; correct the file"
-            )
+    if steps == "auto" or (number(config, "gradient_accumulation_steps", within=WITHIN, least=1) or 1) != 1:
         found.leave_out(
             "deepspeed_config.gradient_accumulation_steps",
             f"{shown(steps)}: --global-batch-size is --micro-batch-size times this times the data-parallel size",
@@ -244,7 +290,7 @@ def _of_file(found: Imported, config: Mapping[str, Any], values: Mapping[str, An
     for key in FILE_ALONE:
         if config.get(key) is not None:
             found.leave_out(f"deepspeed_config.{key}", f"{name} counts; accelerate launch refuses to have both")
-    given = dict(values)
+    given = settled(values, OF_DEEPSPEED, within=f"{shown(name)}: ")
     if given.get("gradient_clipping") == "auto":
         given["gradient_clipping"] = 1.0
         found.leave_out(f"{name}: gradient_clipping", CLIPPED)
@@ -293,12 +339,16 @@ def _precisions(
 
 def _megatron(found: Imported, config: dict[str, Any]) -> None:
     """Megatron-LM, with the defaults of Accelerate's plug-in for it."""
-    rest = {key.removeprefix("megatron_lm_"): each for key, each in config.items()}
-    if is_on(rest.pop("recompute_activations", False)):
-        found.set("recompute_granularity", "selective")
-    apply(found, {key: _typed(rest, key) for key in rest}, MEGATRON, within="megatron_lm_config.")
+    within = "megatron_lm_config."
+    for name in ("recompute_activations", f"{MEGATRON_PREFIX}recompute_activations"):
+        if config.get(name):
+            found.set("recompute_granularity", "selective")
+    rest = {key: _typed(config, key, within) for key in config if not key.endswith("recompute_activations")}
+    apply(
+        found, rest, {**MEGATRON, **{f"{MEGATRON_PREFIX}{key}": each for key, each in MEGATRON.items()}}, within=within
+    )
     # The plug-in has had dropout, and a default for cp, since 1.13; before, Megatron-LM's own defaults counted.
-    within = "megatron_lm_config.megatron_lm_"
+    within += MEGATRON_PREFIX
     for name in ("attention_dropout", "hidden_dropout"):
         if name not in found.settings:
             found.warn(f"{within}{name}", "none given is 0 since Accelerate 1.13, and 0.1 before")
@@ -313,15 +363,12 @@ def _megatron(found: Imported, config: dict[str, Any]) -> None:
         found.set_default(name, value)
 
 
-def _typed(values: Mapping[str, Any], key: str) -> Any:
-    """Value of a key as a number or a switch, which YAML files of programs that ask for it have in quotation marks."""
-    value, rule = values[key], MEGATRON.get(key)
-    if not isinstance(value, str) or rule is None or rule.field is None:
+def _typed(values: Mapping[str, Any], key: str, within: str) -> Any:
+    """Value of a key as a number, which YAML files of programs that ask for it have in quotation marks."""
+    value, rule = values[key], MEGATRON.get(key.removeprefix(MEGATRON_PREFIX))
+    if not isinstance(value, str) or value == "" or rule is None or rule.field is None:
         return value
-    wanted = FIELDS[rule.field].type
-    if wanted is bool:
-        return is_on(value)
-    return number(values, key) if wanted in (int, float) else value
+    return number(values, key, within=within) if FIELDS[rule.field].type in (int, float) else value
 
 
 def _data_parallel_size(found: Imported, values: Mapping[str, Any], dp: int | None) -> int | None:
@@ -337,9 +384,13 @@ def _data_parallel_size(found: Imported, values: Mapping[str, Any], dp: int | No
     ranks = 1 if processes is None else whole(processes, "num_processes")
     if ranks < 1 or copy < 1 or ranks % copy:
         raise UserError(
-            f"num_processes={ranks} must be a multiple of the ranks of one copy of the model, {copy}; correct the file"
+            f"num_processes={shown(ranks)} must be a multiple of the ranks of one copy of the model, {copy}; "
+            "correct the file"
         )
-    return ranks // copy
+    size = ranks // copy
+    if (bound := FIELDS["data_parallel_size"].broken_range(size)) is not None:
+        raise UserError(f"num_processes={shown(values['num_processes'])} {bound.rule}; correct the file")
+    return size
 
 
 def _ranks(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
@@ -350,7 +401,7 @@ def _ranks(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
         found.set("data_parallel_size", size)
     else:
         found.leave_out("num_processes", "it is absent, and given to accelerate launch: add --dp")
-    steps = number(values, "gradient_accumulation_steps")
+    steps = number(values, "gradient_accumulation_steps", least=1)
     if steps is not None and steps != 1:
         found.leave_out(
             "gradient_accumulation_steps",

@@ -6,7 +6,6 @@ from typing import Any
 
 from megatronish.compat.importers.axolotl_data import (
     ABSENT,
-    CHECKPOINTS,
     LORA,
     MUON,
     OPTIMIZERS,
@@ -15,29 +14,26 @@ from megatronish.compat.importers.axolotl_data import (
     QUANTISED_ALONE,
     RULES,
     SEVERAL_MUON,
-    STRATEGIES,
     TOO_LONG,
     USUAL,
     data_sets,
-    is_file,
     preferences,
 )
 from megatronish.compat.importers.axolotl_learning_rate import learning_rate
-from megatronish.compat.importers.deepspeed import OF_ONE_RANK, OLDER_CLIPPING, from_deepspeed
-from megatronish.compat.importers.imported import (
-    SPEED,
-    Imported,
-    apply,
-    dropped,
-    is_on,
+from megatronish.compat.importers.deepspeed import OF_ONE_RANK
+from megatronish.compat.importers.imported import Imported, apply, dropped
+from megatronish.compat.importers.sharding import FSDP_PREFIX, FSDP_SWITCHES, sharding
+from megatronish.compat.importers.values import (
+    AUTO_TOO,
+    Switches,
     number,
-    read_object,
     section,
-    switch,
+    settled,
+    switches_of,
     text,
     whole,
 )
-from megatronish.config.fields import FIELDS, one_of
+from megatronish.config.fields import FIELDS
 from megatronish.config.hub import hub_name
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
@@ -77,7 +73,8 @@ def from_rl(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
     if name not in ("dpo", "ipo", "kto", "orpo", "simpo"):
         found.warn(
             "rl",
-            f"{name} is not there, and this trains on text; there are dpo, ipo, simpo, cpo, orpo and kto (--objective)",
+            f"{name} is not there, and preferences are not learned: this trains on the data as without rl; there are "
+            "dpo, ipo, simpo, cpo, orpo and kto (--objective)",
         )
         return
     # 1. Preferences are chats, and the objective decides which of its numbers are read at all.
@@ -90,7 +87,7 @@ def from_rl(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
         if given.get(key) is None or field in found.settings:
             continue
         if field in reads:
-            found.set(field, number(given, key))
+            found.set(field, number(given, key), key=key)
         else:
             found.leave_out(key, f"rl: {name} does not read it")
     # 3. Their absence means TRL's defaults there, which are not those of this project.
@@ -104,7 +101,7 @@ def from_rl(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
         found.warn("dpo_loss_type", f"{shown(kinds)} is not there for {name}; dpo has {', '.join(_LOSS_TYPES)}")
     elif kind is not None:
         found.set("dpo_loss_type", kind)
-    if is_on(values.get("precompute_ref_log_probs")) and OBJECTIVE_NAMES[name].has_reference:
+    if values.get("precompute_ref_log_probs") and OBJECTIVE_NAMES[name].has_reference:
         found.set("reference", "stored")
     preferences(found, values, folder)
 
@@ -131,9 +128,9 @@ _OF_LORA = {
 
 def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = None) -> Imported:
     """Settings of a config.yml in `folder`; `dp` is the data-parallel size, from which the batch follows."""
-    # 1. Keys whose value alone decides. A key of a prefix has the rule of the prefix unless it has its own; False asks
-    # for nothing.
-    found = Imported()
+    # 1. Switches; and keys whose value alone decides. A key of a prefix has the rule of the prefix unless it has its
+    # own; False asks for nothing.
+    found, values = Imported(), settled(values, SWITCHES, prefixes={"fsdp_config": FSDP_PREFIX})
     rules = dict(RULES)
     for prefix, rule in (("lora_", LORA), ("wandb_", dropped("W&B reads its other settings from its environment"))):
         rules |= {key: rule for key in values if key.startswith(prefix) and key not in RULES}
@@ -148,7 +145,6 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     _model(found, folder)
     _adapter(found, values)
     from_rl(found, values, folder)
-    switch(values, "sample_packing")
     has_chats = "objective" in found.settings or data_sets(found, values, folder)
     _length(found, values)
     _batch(found, values, dp)
@@ -160,7 +156,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     learning_rate(found, values)
     _precision(found, values)
     _intervals(found, values)
-    _sharding(found, values, folder)
+    sharding(found, values, folder)
     # 3. Last, for what no key has set: absent keys mean Axolotl's defaults, and not ours.
     for name, value in ABSENT.items():
         found.set_default(name, value)
@@ -180,15 +176,14 @@ def _numeric(key: str, value: Any) -> Any:
 def _model(found: Imported, folder: Path) -> None:
     """The model to start from: a folder, from here or from that of the config, or a name of the hub."""
     name = found.settings.get("load_hf")
-    if name is None and "load_hf" in found.otherwise:  # there is one, which no file may hold
-        found.otherwise["base_model"] = found.otherwise.pop("load_hf")
+    if name is None and "base_model" in found.otherwise:  # there is one, which no file may hold
         return
     if name is None:
         found.leave_out("base_model", "there is none in the file, and so no model to start from; add --load-hf FOLDER")
         return
     here = next((path for path in (Path(name), folder / name) if is_folder(path)), None)
     if here is not None:
-        found.set("load_hf", str(here))
+        found.set("load_hf", str(here), key="base_model")
     elif hub_name(name) is not None:
         found.leave_out("base_model", f"{name} is not a folder here, so a run downloads it from Hugging Face's hub")
     else:
@@ -209,7 +204,7 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
     kind = text(values, "adapter")
     if not kind:
         for key in ("load_in_4bit", "load_in_8bit"):
-            if is_on(values.get(key)):
+            if values.get(key):
                 found.warn(key, QUANTISED_ALONE)
         return
     if kind not in ("lora", "qlora"):
@@ -221,27 +216,24 @@ def _adapter(found: Imported, values: Mapping[str, Any]) -> None:
     found.set("adapter_type", "lora")
     for key, name in _OF_LORA.items():
         if values.get(key) is not None:
-            found.set(name, is_on(values[key]) if name == "use_rslora" else number(values, key))
-            found.key_of[name] = key
+            found.set(name, values[key] if name == "use_rslora" else number(values, key), key=key)
     if "lora_rank" in found.settings:
-        found.set("lora_rank", whole(found.settings["lora_rank"], "lora_r"))
+        found.set("lora_rank", whole(found.settings["lora_rank"], "lora_r"), key="lora_r")
     for name, value in PEFT.items():
         found.set_default(name, value)
     # 3. Targets: None is every linear layer, which is our default. lora_target_linear asks for it whatever else is
     # named; where nothing is named, PEFT adapts queries and values.
     targets, every = values.get("lora_target_modules"), values.get("lora_target_linear")
-    if every is not None and not isinstance(every, bool) and not is_on(every):
-        raise UserError(f"lora_target_linear={shown(every)} must be true or false; correct the file")
     if isinstance(targets, str):
         targets = None if targets == "all-linear" else [targets]
-    elif targets is None and not is_on(every):
+    elif targets is None and not every:
         targets = PEFT_TARGETS
     if targets is not None:
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise UserError(f"lora_target_modules={shown(targets)} must be a list of names; correct the file")
-        if not is_on(every):
+        if not every:
             found.set("adapter_targets", tuple(targets))
-    four, eight = (is_on(values.get(key)) for key in ("load_in_4bit", "load_in_8bit"))
+    four, eight = (values.get(key) for key in ("load_in_4bit", "load_in_8bit"))
     if four and eight:
         raise UserError("load_in_4bit and load_in_8bit are both true, and a base has one form; correct the file")
     if kind == "qlora" or four:
@@ -257,7 +249,8 @@ def _quantised(found: Imported, options: Mapping[str, Any]) -> None:
     found.set("quantize_base", "nf4")
     for name, value in options.items():
         if name == "bnb_4bit_use_double_quant":
-            found.set("double_quantization", bool(value))
+            if value is not None:
+                found.set("double_quantization", value)
         elif (name, value) != ("bnb_4bit_quant_type", "nf4"):
             found.leave_out(
                 f"bnb_config_kwargs.{name}", f"{shown(value)}: the base is quantised to NF4 and stored in bytes"
@@ -276,7 +269,7 @@ def _length(found: Imported, values: Mapping[str, Any]) -> None:
     elif epochs is not None and epochs <= 0:
         raise UserError(f"num_epochs={epochs:g} must be greater than 0; correct the file")
     else:
-        found.set("num_epochs", 1.0 if epochs is None else epochs)
+        found.set("num_epochs", 1.0 if epochs is None else epochs, key="num_epochs")
 
 
 def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
@@ -292,7 +285,8 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
         size = max(1, whole(batch, "batch_size") // micro)
     # The micro-batch and its accumulation are those of one rank there, our batch is that of all: without `dp` one is
     # assumed.
-    found.set("global_batch_size", micro * size * (dp or 1))
+    times = "micro_batch_size times gradient_accumulation_steps times --dp"
+    found.set("global_batch_size", micro * size * (dp or 1), key=times)
     if dp is None:
         key = next(
             (each for each in ("gradient_accumulation_steps", "batch_size") if each in values), "micro_batch_size"
@@ -302,9 +296,7 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
 
 def _held_out(found: Imported, values: Mapping[str, Any]) -> None:
     """Part of the data that is kept for validation; none where nothing is said."""
-    held_out = number(values, "val_set_size") or 0.0
-    if held_out < 0:
-        raise UserError(f"val_set_size={held_out:g} must not be negative; correct the file")
+    held_out = number(values, "val_set_size", least=0) or 0.0
     # --split cuts --data-path alone, and here validation has sets of its own.
     if "train_data_path" in found.settings:
         return  # the sets for validation are named
@@ -352,25 +344,24 @@ def _muon(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:
     """Precision; where nothing is said, Axolotl takes bf16 on a device that has it."""
     # "auto", Axolotl's default, is bf16 on a GPU that has it, unless fp16 is asked for. Of both, bf16 comes first.
-    bf16, fp16 = values.get("bf16"), is_on(values.get("fp16"))
+    bf16, fp16 = values.get("bf16"), values.get("fp16")
     is_auto = bf16 in (None, "auto")
-    if is_on(bf16) or bf16 == "full" or is_on(values.get("bfloat16")) or (is_auto and not fp16):
+    if bf16 is True or bf16 == "full" or values.get("bfloat16") or (is_auto and not fp16):
         found.set("bf16", True)
         for key in ("float32", "float16"):
-            if is_on(values.get(key)):
+            if values.get(key):
                 found.leave_out(key, "bf16 comes first there, also by its default, auto")
         if fp16 and not is_auto:
             found.warn("fp16", "bf16 is on, too, and the Trainer of transformers refuses both; this trains in bf16")
-    elif fp16 or is_on(values.get("float16")):
+    elif fp16 or values.get("float16"):
         found.set_grad_scaler()
     else:
         found.set("bf16", False)
     # Values that are no switch name where saved activations are kept meanwhile.
-    offloads = ("offload", "offload_disk", "unsloth")
-    again = switch(values, "gradient_checkpointing", others=offloads)
-    if is_on(again) or again in offloads:
+    again = values.get("gradient_checkpointing")
+    if again:
         found.set("recompute_granularity", "full")
-    if again in offloads:
+    if again in OFFLOADS:
         found.set("offload_saved_activations", True)
 
 
@@ -380,80 +371,38 @@ def _intervals(found: Imported, values: Mapping[str, Any]) -> None:
         every, run = number(values, key), found.settings.get("train_iters")
         if every is None:
             continue
+        if every <= 0:
+            raise UserError(f"{key}={every:g} must be greater than 0; correct the file, or remove it")
         if every >= 1:
-            found.set(name, int(every))
+            found.set(name, whole(every, key), key=key)
         elif run is not None:
             found.set(name, max(1, int(every * run)))
         else:
             found.leave_out(key, f"a part of a run whose length is not given; use {FIELDS[name].flag}")
 
 
-def _sharding(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
-    """ZeRO, from the DeepSpeed file that the config names, or from FSDP."""
-    # 1. A DeepSpeed file, whose path may be relative to the config.
-    if values.get("deepspeed"):
-        path = Path(text(values, "deepspeed"))
-        path = next((each for each in (path, folder / path, folder / path.name) if is_file(each)), path)
-        try:
-            given = read_object(path, is_yaml=False)
-            shared = from_deepspeed({"zero_optimization": section(given, "zero_optimization")}).settings
-        except UserError:
-            found.leave_out("deepspeed", f"{path} cannot be read; name its stage with --zero-stage")
-            return
-        kept = ("zero_stage", "optimizer_cpu_offload", "param_cpu_offload", "overlap_grad_reduce", "ddp_bucket_size")
-        for name in kept:
-            if name in shared:
-                found.set(name, shared[name])
-        _of_deepspeed(found, given, path.name)
-    # 2. FSDP, which is ZeRO under other names.
-    elif values.get("fsdp") or values.get("fsdp_config"):
-        fsdp(found, shown(values.get("fsdp") or ""), section(values, "fsdp_config"))
-
-
-def _of_deepspeed(found: Imported, given: Mapping[str, Any], name: str) -> None:
-    """What else a DeepSpeed file decides. Most of it says "auto", which the config's own keys fill in."""
-    # Clipping is DeepSpeed's there: max_grad_norm reaches it only in the place of "auto".
-    if given.get("gradient_clipping") is None:
-        found.set("clip_grad", 1.0)
-        found.warn(f"{name}: gradient_clipping", f"max_grad_norm does not take its place; {OLDER_CLIPPING}")
-    # These sections replace the config's own optimizer and schedule; of adam only what they leave to DeepSpeed.
-    for key, own in {"optimizer": "optimizer", "scheduler": "lr_scheduler"}.items():
-        kind, params = text(section(given, key), "type"), section(section(given, key), "params")
-        is_adam = kind.lower() in ("adam", "adamw") and found.settings["optimizer"] == "adam"
-        if kind and not (is_adam and {"lr", "betas", "eps", "weight_decay"} <= params.keys()):
-            found.warn(f"{name}: {key}", f"{kind} takes the place of {own} there; megatronish from-deepspeed reads it")
-
-
-def fsdp(found: Imported, words: str, config: Mapping[str, Any]) -> None:
-    """ZeRO, from FSDP: `words` are those of the older key, the keys of `config` may begin with fsdp_.
-
-    A strategy that is not named is a full one.
-    """
-    rest = {key.removeprefix("fsdp_"): value for key, value in config.items()}
-    for key in ("offload_params", "activation_checkpointing"):
-        switch(rest, key)
-    if not isinstance(rest.get("reshard_after_forward"), int):  # a number is that of ranks that keep what is gathered
-        switch(rest, "reshard_after_forward", others=(*STRATEGIES.values(),))
-    # 1. The stage. Older files have words or numbers for strategies, FSDP2 only reshard_after_forward: parameters that
-    # stay gathered after a forward are those of ZeRO-2.
-    named = text(rest, "sharding_strategy")
-    rest.pop("sharding_strategy", None)
-    named = STRATEGIES.get(named, named).upper()
-    if named and named not in STRATEGIES.values():
-        raise UserError(f"sharding_strategy={shown(named)} must be {one_of(STRATEGIES.values())}; correct the file")
-    strategy = f"{words} {named}".upper()
-    reshards = rest.pop("reshard_after_forward", True)
-    keeps_parameters = reshards is False or str(reshards).lower() in ("false", "no", "off")
-    strategy += f" {reshards}".upper()  # Accelerate writes FULL_SHARD, SHARD_GRAD_OP and their like here, too
-    stage = 2 if keeps_parameters or "SHARD_GRAD_OP" in strategy or "ZERO2" in strategy else 3
-    found.set("zero_stage", 0 if "NO_SHARD" in strategy else stage)
-    # 2. Hybrid sharding: the file does not say how many replicas there are, as FSDP takes the ranks of a machine.
-    if "HYBRID" in strategy and "num_distributed_optimizer_instances" not in found.settings:
-        found.leave_out("fsdp_config.sharding_strategy", "a hybrid one; add --dp-replicate, the number of groups")
-    # 3. FSDP has one switch for what is offloaded; here each stage offloads what it shards.
-    if (is_on(rest.pop("offload_params", False)) or "OFFLOAD" in strategy) and "NO_SHARD" not in strategy:
-        found.set("param_cpu_offload" if stage == 3 else "optimizer_cpu_offload", True)
-    if is_on(rest.pop("activation_checkpointing", False)):
-        found.set("recompute_granularity", "full")
-    # 4. What is left changes no number. Popped keys were read above, so no key is listed twice.
-    apply(found, rest, dict.fromkeys(rest, SPEED) | {"state_dict_type": CHECKPOINTS}, within="fsdp_config.")
+OFFLOADS = ("offload", "offload_disk", "unsloth")
+SWITCHES: Switches = {
+    **switches_of(RULES, others=AUTO_TOO),
+    "bf16": (*AUTO_TOO, "full"),
+    "gradient_checkpointing": OFFLOADS,
+    **dict.fromkeys(
+        (
+            *(
+                "fp16",
+                "bfloat16",
+                "float16",
+                "float32",
+                "sample_packing",
+                "train_on_inputs",
+                "precompute_ref_log_probs",
+            ),
+            *("load_in_4bit", "load_in_8bit", "lora_target_linear", "peft_use_rslora", "lora_fan_in_fan_out"),
+            *("bnb_config_kwargs.bnb_4bit_use_double_quant", "lr_quadratic_warmup", "dpo_use_weighting"),
+            *("lr_scheduler_kwargs.cycle_momentum", "lr_scheduler_kwargs.three_phase"),
+        ),
+        (),
+    ),
+    **FSDP_SWITCHES,
+}
+"""Switches of the whole file."""

@@ -16,10 +16,10 @@ from megatronish.compat.importers.imported import (
     Rule,
     dropped,
     field,
-    is_on,
     missed,
-    text,
 )
+from megatronish.compat.importers.sharding import is_file
+from megatronish.compat.importers.values import text
 from megatronish.config.hub import hub_name
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
@@ -32,9 +32,27 @@ TEMPLATES = {
 }
 """Names of templates; None is the model's own."""
 TEXTS = (None, "", "completion", "pretrain")
-READ = ("path", "type", "data_files", "ds_type", "split", "chat_template", "conversation", "text_column", "field")
+READ = ("path", "type", "data_files", "ds_type", "trust_remote_code", "preprocess_shards")
 """Keys of a data set that are read, or that say nothing here."""
-MESSAGES = ("messages", "conversations", "conversation")
+READ_ANYWAY: dict[str, tuple[Any, ...]] = {
+    "split": ("train",),
+    "field": ("text",),
+    "text_column": ("text",),
+    "field_messages": ("messages", "conversations", "conversation"),
+    "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"),
+    "message_property_mappings": ({"role": "role", "content": "content"}, {"role": "from", "content": "value"}),
+    "field_instruction": ("instruction",),
+    "field_input": ("input",),
+    "field_output": ("output",),
+}
+"""Values of its other keys that ask for what is read without them, too."""
+PARTS = {
+    "split": "every line of the file is read",
+    **dict.fromkeys(("field", "text_column"), "the column text is read; rename that of the file"),
+    **dict.fromkeys(("shards", "shards_idx"), "every line of the file is read"),
+}
+"""What is done instead."""
 OTHER_FIELDS = ("intel", "icr", "argilla", "argilla_chat", "nectar", "user_defined")
 """Types of preferences whose files have other names for prompt, chosen and rejected."""
 
@@ -42,7 +60,10 @@ OTHER_FIELDS = ("intel", "icr", "argilla", "argilla_chat", "nectar", "user_defin
 def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
     """Settings of the data sets; whether they are read as chats. What has no counterpart is listed."""
     # 1. What kind of data: chats if any set is of a chat's type, else texts.
-    sets = _sets(values, "datasets") or _sets(values, "pretraining_dataset")
+    sets = _sets(values, "datasets")
+    if sets and _sets(values, "pretraining_dataset"):
+        found.warn("pretraining_dataset", "datasets are trained on; Axolotl trains on this where both are there")
+    sets = sets or _sets(values, "pretraining_dataset")
     types = [_type(data_set) for data_set in sets]
     has_chats = any(kind in FORMATS for kind in types)
     _list_unknown(found, values)
@@ -59,13 +80,10 @@ def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
     for key in ("datasets", "pretraining_dataset", "chat_template", "chat_template_jinja", "train_on_inputs"):
         found.left_out.pop(key, None)
     found.set("dataset_type", "chat")
-    # A text has no answers, so the loss of texts counts every token. What comes from pretraining_dataset is always
-    # packed.
+    # A text has no answers, so the loss of texts counts every token, among chats, too. What comes from
+    # pretraining_dataset is always packed.
     found.set("train_on", "all" if values.get("train_on_inputs") or not has_chats else "assistant")
-    found.set("pack_samples", is_on(values.get("sample_packing")) or not values.get("datasets"))
-    for index, kind in enumerate(types if has_chats and not values.get("train_on_inputs") else ()):
-        if kind in TEXTS:
-            found.warn(f"datasets[{index}].type", TEXT_AMONG_CHATS)
+    found.set("pack_samples", values.get("sample_packing") is True or not values.get("datasets"))
     if not has_chats:  # of which a text has neither
         for key in USUAL:
             if found.otherwise.pop(key, None) is not None:
@@ -89,6 +107,9 @@ def preferences(found: Imported, values: Mapping[str, Any], folder: Path) -> Non
     # Types are template.fields, such as chatml.intel: the part before the dot is a template, the part after it names
     # the columns of the file, which must be ours.
     types = [str(data_set.get("type") or "") if isinstance(data_set, dict) else "" for data_set in sets]
+    for key in ("datasets", "test_datasets"):
+        for index, data_set in enumerate(_sets(values, key)):
+            _list_parts(found, values, data_set, f"{key}[{index}].", is_chat=True)
     for index, kind in enumerate(types):
         if kind.rpartition(".")[2] in OTHER_FIELDS or not isinstance(_type(sets[index]), str | None):
             found.warn(
@@ -100,7 +121,7 @@ def preferences(found: Imported, values: Mapping[str, Any], folder: Path) -> Non
     _template(found, values, begun.pop() if len(begun) == 1 else None)
     if found.settings.get("objective") == "kto":
         found.set("chat_format", "labelled")
-    found.set("pack_samples", is_on(values.get("sample_packing")))
+    found.set("pack_samples", values.get("sample_packing") is True)
     files_of(found, sets, folder, key="datasets")
     held_out(found, values, folder)
 
@@ -114,14 +135,6 @@ def held_out(found: Imported, values: Mapping[str, Any], folder: Path) -> None:
     # --data-path is cut by --split into training and validation; with files of its own for validation it is not cut.
     found.set("train_data_path", found.settings.pop("data_path"))
     files_of(found, sets, folder, key="test_datasets", field="valid_data_path")
-
-
-def is_file(path: Path) -> bool:
-    """Whether a file is there; False for what is no path at all."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name of thousands of characters, or one with NUL in it
-        return False
 
 
 def _list(sets: Any) -> list[Any]:
@@ -157,20 +170,25 @@ def _list_unknown(found: Imported, values: Mapping[str, Any]) -> None:
             if kind not in TEXTS and kind not in FORMATS:
                 reason = f"{kind}: a prompt template is not applied; text is trained on as it is"
                 found.warn(f"{key}[{index}].type", reason)
-            # Keys that change which part of a file is read. `field_messages` is harmless where it has one of the names
-            # that are found without it.
-            for name, value in data_set.items() if isinstance(data_set, dict) else ():
-                if name in USUAL:
-                    if kind not in FORMATS:
-                        found.leave_out(f"{key}[{index}].{name}", EVERY_TOKEN)
-                    elif value not in (None, USUAL[name]):
-                        found.warn(f"{key}[{index}].{name}", ROLES.reason)
-                elif (
-                    name not in READ
-                    and value not in (None, "", [], {})
-                    and not (name == "field_messages" and value in MESSAGES)
-                ):
-                    found.leave_out(f"{key}[{index}].{name}", "names of columns and parts of sets are not read")
+            _list_parts(found, values, data_set, f"{key}[{index}].", is_chat=kind in FORMATS)
+
+
+def _list_parts(found: Imported, values: Mapping[str, Any], data_set: Any, within: str, *, is_chat: bool) -> None:
+    """List the keys of a data set that say which part of it is read, and which part of that is trained on."""
+    for name, value in data_set.items() if isinstance(data_set, dict) else ():
+        key = f"{within}{name}"
+        if name in READ or value in (None, "", [], {}):
+            continue
+        if name in USUAL:
+            if not is_chat:
+                found.leave_out(key, EVERY_TOKEN)
+            elif value != USUAL[name]:
+                found.warn(key, ROLES.reason)
+        elif name in ("chat_template", "conversation"):
+            if value != values.get("chat_template"):
+                found.warn(key, f"{shown(value)}: all sets have one template, --chat-template, and not one each")
+        elif value not in READ_ANYWAY.get(name, ()):
+            found.warn(key, f"{shown(value)}: {PARTS.get(name, 'it is not read, and may change what is trained on')}")
 
 
 def _template(found: Imported, values: Mapping[str, Any], of_data: str | None) -> None:
@@ -241,12 +259,7 @@ def files_of(found: Imported, sets: list[Any], folder: Path, *, key: str, field:
         found.set(field, tuple(paths))
 
 
-TEXT_AMONG_CHATS = (
-    "it is a text, and next to chats answers alone are trained on; train on it in a run of its own, or on every token "
-    "with --train-on all"
-)
 NO_FILE = "and no name of a hub; name JSON lines with --data-path"
-CHECKPOINTS = dropped("every checkpoint loads in every layout")
 FUSED = dropped("which kernels are used is decided at run time")
 EPOCHS = dropped("intervals are in steps; use --eval-interval and --save-interval")
 LORA = missed("it is not there for adapters")
@@ -307,11 +320,13 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             *("base_model_config", "model_type", "tokenizer_type", "tokenizer_config", "trust_remote_code"),
-            *("is_llama_derived_model", "is_mistral_derived_model", "special_tokens", "tokens", "tokenizer_use_fast"),
-            *("overrides_of_model_config", "revision_of_model", "strict"),
+            *("is_llama_derived_model", "is_mistral_derived_model", "special_tokens", "tokenizer_use_fast", "strict"),
         ),
         MODEL,
     ),
+    "tokens": missed("no token is added: add them to the tokenizer of the model's folder, and rows to its embedding"),
+    "overrides_of_model_config": missed("the model is as its own config.json says; change it there"),
+    "revision_of_model": missed("it is not read; add it to the name: --load-hf ORG/NAME@REVISION"),
     **dict.fromkeys(
         (
             *("flash_attention", "sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
@@ -342,7 +357,8 @@ RULES: dict[str, Rule] = {
         (
             *("early_stopping_patience", "neftune_noise_alpha", "unfrozen_parameters", "loss_watchdog_threshold"),
             *("loss_watchdog_patience", "lr_groups", "embedding_lr", "embedding_lr_scale", "rope_scaling"),
-            *("optim_args", "optim_target_modules"),
+            *("optim_args", "optim_target_modules", "cosine_constant_lr_ratio", "lr_quadratic_warmup"),
+            *("noisy_embedding_alpha", "lisa_n_layers", "curriculum_sampling"),
         ),
         NOT_THERE,
     ),
@@ -381,7 +397,5 @@ SEVERAL_MUON = MUON | {
 PEFT = {"lora_rank": 8, "lora_alpha": 8.0, "lora_dropout": 0.0}
 PEFT_TARGETS = ["q_proj", "v_proj"]
 """The same of PEFT's LoRA in Llama and its relatives."""
-STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-"""FSDP's strategies by their numbers, in older files."""
 
 OPTIMIZERS = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}

@@ -4,7 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatronish.compat.importers.imported import Imported, is_on, number, section, text
+from megatronish.compat.importers.imported import Imported
+from megatronish.compat.importers.values import number, section, text
+from megatronish.core.errors import UserError
+from megatronish.core.foreign import shown
 
 
 def learning_rate(found: Imported, values: Mapping[str, Any]) -> None:
@@ -45,44 +48,49 @@ def _one_cycle(found: Imported, options: Mapping[str, Any]) -> None:
         found.warn("lr_scheduler", "one_cycle needs max_steps and learning_rate; without them the rate stays constant")
         return
     steps, part = found.settings.pop("lr_warmup_iters", None), found.settings.pop("lr_warmup_fraction", 0.0)
-    rise = number(options, "pct_start")
+    rise = number(options, "pct_start", within=KWARGS, least=0, most=1)
     rise = (math.ceil(part * total) if steps is None else steps) if rise is None else rise * total
     if rise < 1:
         found.warn("lr_scheduler", "the cycle of a warm-up of no step begins with its peak, a step later than there")
     found.set("lr_warmup_fraction", max(rise - 1, 0) / (total - 1))
     found.set("lr_decay_iters", total - 1)
     # 2. Its curve, and the rates at both ends.
-    style = "linear" if options.get("anneal_strategy") == "linear" else "cosine"
+    strategy = text(options, "anneal_strategy", "cos", within=KWARGS)
+    if strategy not in ("cos", "linear"):
+        raise UserError(f"{KWARGS}anneal_strategy={shown(strategy)} must be cos or linear; correct the file")
+    style = "linear" if strategy == "linear" else "cosine"
     found.set("lr_warmup_style", style)
     found.set("lr_decay_style", style)
-    first, last = (number(options, f"{name}div_factor") for name in ("", "final_"))
-    found.set("lr_warmup_init", peak / (first or 25.0))
+    first, last = (number(options, f"{name}div_factor", within=KWARGS, least=0) for name in ("", "final_"))
+    found.set("lr_warmup_init", peak / (first or 25.0), key=f"learning_rate / {KWARGS}div_factor")
     found.set("min_lr", found.settings["lr_warmup_init"] / (last or 1e4))
     # 3. The momentum.
-    if options.get("cycle_momentum", True) is not False:
+    if options.get("cycle_momentum") is not False:
         for end, name, default in (("min", "base", 0.85), ("max", "max", 0.95)):
-            value = number(options, f"{name}_momentum")
-            found.set(f"cycle_{end}_momentum", default if value is None else value)
-    if is_on(options.get("three_phase", False)):
-        found.warn("lr_scheduler_kwargs.three_phase", "the cycle has two phases here")
+            value, key = number(options, f"{name}_momentum", within=KWARGS), f"{KWARGS}{name}_momentum"
+            found.set(f"cycle_{end}_momentum", default if value is None else value, key=key)
+    if options.get("three_phase"):
+        found.warn(f"{KWARGS}three_phase", "the cycle has two phases here")
 
 
 def _end_of_decay(found: Imported, values: Mapping[str, Any], decay: str) -> None:
     """Learning rate that the decay ends with: 0 in transformers' schedules, except for two forms of the cosine."""
     peak, options = found.settings.get("lr"), section(values, "lr_scheduler_kwargs")
-    least = number(options, "min_lr") if decay == "cosine_with_min_lr" else None
-    ratio = {
-        "cosine": number(values, "cosine_min_lr_ratio"),
-        "cosine_with_min_lr": number(options, "min_lr_rate"),
-    }.get(decay)
-    if least is None and ratio is not None and peak is not None:
-        least = ratio * peak
-    found.set("min_lr", least or 0.0)
+    least, key = None, f"{KWARGS}min_lr"
+    if decay == "cosine_with_min_lr":
+        least, ratio = number(options, "min_lr", within=KWARGS), number(options, "min_lr_rate", within=KWARGS, least=0)
+        if least is None and ratio is not None and peak is not None:
+            least, key = ratio * peak, f"learning_rate times {KWARGS}min_lr_rate"
+    elif decay == "cosine":
+        ratio, key = number(values, "cosine_min_lr_ratio", least=0), "learning_rate times cosine_min_lr_ratio"
+        least = None if ratio is None or peak is None else ratio * peak
+    found.set("min_lr", least or 0.0, key=key)
     read = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), ONE_CYCLE: OF_ONE_CYCLE}.get(decay, ())
     for key in options.keys() - set(read):
-        found.warn(f"lr_scheduler_kwargs.{key}", "it is not there")
+        found.warn(f"{KWARGS}{key}", "it is not there")
 
 
+KWARGS = "lr_scheduler_kwargs."
 DECAYS = {
     "cosine": "cosine",
     "linear": "linear",

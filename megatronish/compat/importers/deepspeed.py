@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatronish.compat.importers.deepspeed_optimizer import SWITCHES as OF_OPTIMIZERS
 from megatronish.compat.importers.deepspeed_optimizer import optimizer
+from megatronish.compat.importers.deepspeed_scheduler import SWITCHES as OF_SCHEDULERS
 from megatronish.compat.importers.deepspeed_scheduler import scheduler
 from megatronish.compat.importers.deepspeed_sparse import sparse_attention
 from megatronish.compat.importers.imported import (
@@ -16,8 +18,16 @@ from megatronish.compat.importers.imported import (
     apply,
     dropped,
     field,
+    missed,
+)
+from megatronish.compat.importers.values import (
+    AUTO_TOO,
+    Switches,
     number,
+    number_or_auto,
     section,
+    settled,
+    switches_of,
     text,
 )
 from megatronish.config.fields import FIELDS
@@ -27,8 +37,9 @@ from megatronish.core.foreign import shown
 
 def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Imported:
     """Settings of a ds_config.json; `dp` is the data-parallel size, where the batch follows from it."""
-    # 1. Keys whose value alone decides. Sections, and numbers that belong together, are read by functions of their own.
-    found = Imported()
+    # 1. Switches; and keys whose value alone decides. Sections, and numbers that belong together, are read by functions
+    # of their own.
+    found, values = Imported(), settled(values, SWITCHES)
     inner = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "compile")
     others = (
         *(*inner, "bfloat16", "torch_autocast", "tensorboard", "wandb", "tensor_parallel"),
@@ -49,7 +60,8 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
     if "context_parallel_size" in found.settings and found.settings["context_parallel_size"] > 1:
         found.set("cp_comm_type", "a2a")  # DeepSpeed's Ulysses
     if "tensor_parallel" in values:
-        apply(found, section(values, "tensor_parallel"), {"autotp_size": field("tensor_model_parallel_size")})
+        sizes = {"autotp_size": field("tensor_model_parallel_size")}
+        apply(found, section(values, "tensor_parallel"), sizes, within="tensor_parallel.")
     if text(values, "gradient_allreduce_op", "mean").lower() != "mean":
         found.warn("gradient_allreduce_op", "gradients are the mean over all ranks, and not their sum")
     # 3. Last, when all is set that the file says: absence means something else there than here.
@@ -89,7 +101,7 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
     # 1. Global batch = micro-batch x accumulation steps x dp. A number that is "auto" is None here, as one that is
     # absent.
     steps, micro, batch = (
-        number(values, key),
+        number_or_auto(values, key),
         found.settings.get("micro_batch_size"),
         found.settings.get("global_batch_size"),
     )
@@ -123,7 +135,8 @@ def _batch(found: Imported, values: Mapping[str, Any], dp: int | None) -> None:
         else:
             found.set("micro_batch_size", int(batch // ((steps or 1) * dp)))
     elif batch is None and micro is not None and values.get("train_batch_size") != "auto":
-        found.set("global_batch_size", int(micro * (steps or 1) * (dp or 1)))
+        times = "train_micro_batch_size_per_gpu times gradient_accumulation_steps times --dp"
+        found.set("global_batch_size", int(micro * (steps or 1) * (dp or 1)), key=times)
         if dp is None:
             found.leave_out(key, OF_ONE_RANK)
     elif steps is not None and (batch is None or micro is None):
@@ -146,14 +159,15 @@ def _bf16(values: Mapping[str, Any]) -> str:
 def _precision(found: Imported, values: Mapping[str, Any]) -> None:
     # 1. bf16.
     bf16 = section(values, _bf16(values))
-    apply(found, bf16, dict.fromkeys(bf16, SPEED) | BF16, within="bf16.")
+    apply(found, bf16, BF16, within=f"{_bf16(values)}.")
     fp16 = section(values, "fp16")
     if not fp16:
         return
     if fp16.get("enabled") not in (True, "auto"):
         return  # the other settings of fp16 say nothing
     # 2. fp16. A loss_scale of 0 asks for a dynamic one, whose start is a power of two.
-    power, rest = number(fp16, "initial_scale_power"), {k: v for k, v in fp16.items() if k != "initial_scale_power"}
+    power = number_or_auto(fp16, "initial_scale_power", within="fp16.")
+    rest = {key: value for key, value in fp16.items() if key != "initial_scale_power"}
     if rest.get("loss_scale") in (0, 0.0):  # dynamic
         rest.pop("loss_scale")
     apply(found, rest, FP16, within="fp16.")
@@ -162,7 +176,10 @@ def _precision(found: Imported, values: Mapping[str, Any]) -> None:
         return
     if power is not None and not -60 <= power <= 120:
         raise UserError(f"fp16.initial_scale_power={power:.15g} must be between -60 and 120; correct the file")
-    found.set("initial_loss_scale", 2.0 ** (16 if power is None else power))
+    if fp16.get("initial_scale_power") == "auto":
+        found.leave_out("fp16.initial_scale_power", f"{AUTO}, as --initial-loss-scale, 2 to this power")
+    else:
+        found.set("initial_loss_scale", 2.0 ** (16 if power is None else power))
     for name, value in FP16_DEFAULTS.items():
         if fp16.get(name) != "auto":
             found.set_default(name, value)
@@ -170,9 +187,11 @@ def _precision(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _autocast(found: Imported, values: Mapping[str, Any]) -> None:
     """torch's autocast, whose weights are in fp32, as the masters are here."""
+    if values.get("enabled") == "auto":
+        found.leave_out("torch_autocast.enabled", f"{AUTO}, as --bf16 or --fp16")
     if values.get("enabled") is not True:
         return
-    kind = text(values, "dtype").removeprefix("torch.")
+    kind = text(values, "dtype", within="torch_autocast.").removeprefix("torch.")
     if kind in ("bfloat16", "bf16"):
         found.set("bf16", True)
     elif kind in ("float16", "fp16", "half"):
@@ -190,7 +209,10 @@ def _zero(found: Imported, values: Mapping[str, Any]) -> None:
     others = {key: value for key, value in values.items() if key not in (*offload, HPZ, *CODES)}
     apply(found, others, ZERO, within="zero_optimization.")
     for key, name in offload.items():
-        device = text(section(values, key), "device", "none")
+        within = f"zero_optimization.{key}."
+        options = section(values, key, within="zero_optimization.")
+        device = text(options, "device", "none", within=within)
+        apply(found, {each: value for each, value in options.items() if each not in ON_DEVICE}, OFFLOAD, within=within)
         if device in ("cpu", "nvme"):
             found.set(name, True)
         elif device != "none":
@@ -198,24 +220,20 @@ def _zero(found: Imported, values: Mapping[str, Any]) -> None:
                 f"zero_optimization.{key}", f"{shown(device)} is not there; {FIELDS[name].flag} uses the CPU's memory"
             )
         if device == "nvme":
-            _on_disk(found, section(values, key), f"zero_optimization.{key}")
+            _on_disk(found, options, within)
     # Of one rank, which is DeepSpeed's default, nothing is kept; and below stage 3 DeepSpeed does not read it.
     if values.get(HPZ) == "auto":
         found.leave_out(f"zero_optimization.{HPZ}", AUTO)
-    elif (neighbours := number(values, HPZ)) is not None and neighbours != 1:
+    elif (neighbours := number(values, HPZ, within="zero_optimization.")) is not None and neighbours != 1:
         if found.settings.get("zero_stage") == 3:
-            found.set(HPZ, neighbours)
-            found.key_of[HPZ] = f"zero_optimization.{HPZ}"
+            found.set(HPZ, neighbours, key=f"zero_optimization.{HPZ}")
         else:
             found.leave_out(f"zero_optimization.{HPZ}", "it is for stage 3")
     for key, dtype in CODES.items():
-        if values.get(key) not in (None, False):
-            if not isinstance(values[key], bool):
-                raise UserError(f"zero_optimization.{key}={shown(values[key])} must be true or false; correct the file")
-            if found.settings.get("zero_stage") == 3:
-                found.set(key, dtype)
-            else:
-                found.leave_out(f"zero_optimization.{key}", "it is for stage 3")
+        if values.get(key) and found.settings.get("zero_stage") == 3:
+            found.set(key, dtype)
+        elif values.get(key):
+            found.leave_out(f"zero_optimization.{key}", "it is for stage 3")
     # Stage 0 shares nothing, so there is no share to offload, and the rules of the config would refuse the flags.
     if not found.settings.get("zero_stage"):
         for name in (*offload.values(), "offload_folder"):
@@ -224,13 +242,13 @@ def _zero(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _on_disk(found: Imported, values: Mapping[str, Any], within: str) -> None:
     """The folder of what is offloaded to NVMe. The rest of the section says how the disk is asked, or how often."""
-    path = text(values, "nvme_path", "")
+    path, key = text(values, "nvme_path", within=within), f"{within}nvme_path"
     if not path:
-        found.leave_out(f"{within}.nvme_path", "there is none in the file; name a local disk with --offload-folder")
+        found.leave_out(key, "there is none in the file; name a local disk with --offload-folder")
     elif (other := found.settings.get("offload_folder", path)) != path:
-        found.leave_out(f"{within}.nvme_path", f"one folder holds all that is offloaded: {other}")
+        found.leave_out(key, f"one folder holds all that is offloaded: {other}")
     else:
-        found.set("offload_folder", path)
+        found.set("offload_folder", path, key=key)
 
 
 def _activations(found: Imported, values: Mapping[str, Any]) -> None:
@@ -244,8 +262,9 @@ def _activations(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _records(found: Imported, values: Mapping[str, Any]) -> None:
     board, wandb = section(values, "tensorboard"), section(values, "wandb")
-    if board.get("enabled") and board.get("output_path"):
-        found.set("tensorboard_dir", text(board, "output_path"))
+    if board.get("enabled"):
+        names = {"output_path": field("tensorboard_dir"), "job_name": NO_SUCH_RECORD}
+        apply(found, {key: value for key, value in board.items() if key != "enabled"}, names, within="tensorboard.")
     if wandb.get("enabled"):
         names = {"project": field("wandb_project"), "team": field("wandb_entity"), "group": NO_SUCH_RECORD}
         apply(found, {key: value for key, value in wandb.items() if key != "enabled"}, names, within="wandb.")
@@ -275,7 +294,7 @@ TOP: dict[str, Rule] = {
     "zero_allow_untested_optimizer": dropped("every optimizer works with every stage"),
     "zero_force_ds_cpu_optimizer": dropped("there is one optimizer on the CPU"),
     "checkpoint": dropped("every checkpoint loads in every layout"),
-    "amp": dropped("use --bf16 or --fp16"),
+    "amp": missed("Apex's is not there, and without another precision this trains in fp32; use --bf16 or --fp16"),
     "elasticity": dropped("a run resumes on any number of ranks, with the same --global-batch-size"),
     "compression_training": NOT_THERE,
     "curriculum_learning": NOT_THERE,
@@ -293,6 +312,7 @@ OF_ONE_RANK = "the global batch above is that of one data-parallel rank; import 
 
 BF16: dict[str, Rule] = {
     "enabled": field("bf16"),
+    "immediate_grad_update": SPEED,
     "check_grad_overflow": dropped("gradients are always checked"),
     "bf16_master_weights_and_grads": dropped("master weights and gradients are in fp32, more exactly"),
     "bf16_optimizer_states": dropped("optimizer states are in fp32, more exactly"),
@@ -342,6 +362,16 @@ ZERO: dict[str, Rule] = {
     ),
 }
 
+ON_DEVICE = ("device", "nvme_path")
+OFFLOAD: dict[str, Rule] = dict.fromkeys(
+    (
+        *("pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "ratio", "pipeline_read"),
+        *("pipeline_write", "super_offload", "cpuadam_cores_perc"),
+    ),
+    SPEED,
+)
+"""Options of what is offloaded, and those that say where it is."""
+
 ACTIVATIONS: dict[str, Rule] = {
     "partition_activations": dropped("add --distribute-saved-activations, with --tp 2 or more"),
     "number_checkpoints": dropped("use --recompute-num-layers, the layers of one group"),
@@ -349,3 +379,18 @@ ACTIVATIONS: dict[str, Rule] = {
     "synchronize_checkpoint_boundary": SPEED,
     "profile": SPEED,
 }
+
+SWITCHES: Switches = {
+    **dict.fromkeys(("bf16.enabled", "bfloat16.enabled", "fp16.enabled"), AUTO_TOO),
+    **dict.fromkeys(("torch_autocast.enabled", "amp.enabled"), AUTO_TOO),
+    "fp16.consecutive_hysteresis": (),
+    **{f"optimizer.params.{key}": others for key, others in OF_OPTIMIZERS.items()},
+    **{f"scheduler.params.{key}": others for key, others in OF_SCHEDULERS.items()},
+    **switches_of(ZERO, within="zero_optimization.", others=AUTO_TOO),
+    **dict.fromkeys((f"zero_optimization.{key}" for key in CODES), ()),
+    **dict.fromkeys(("activation_checkpointing.cpu_checkpointing", "compile.enabled", "compile.deepcompile"), ()),
+    **dict.fromkeys(("sparse_attention.different_layout_per_head", "tensorboard.enabled", "wandb.enabled"), ()),
+    "sparse_attention.horizontal_global_attention": (),
+    **{f"{key}.enabled": () for key, rule in TOP.items() if rule is NOT_THERE},
+}
+"""Switches of the whole file."""

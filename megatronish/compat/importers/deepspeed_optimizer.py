@@ -12,10 +12,8 @@ from megatronish.compat.importers.imported import (
     apply,
     dropped,
     field,
-    number,
-    section,
-    text,
 )
+from megatronish.compat.importers.values import Switches, number, section, text
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import is_finite, shown
 
@@ -25,7 +23,10 @@ def optimizer(found: Imported, values: Mapping[str, Any]) -> None:
     if not values:
         return
     # 1. The kind. Weight decay of absent keys depends on `adam_w_mode`, so that is read before its key is popped.
-    kind, params = text(values, "type").lower(), dict(section(values, "params"))
+    kind, params = (
+        text(values, "type", within="optimizer.").lower(),
+        dict(section(values, "params", within="optimizer.")),
+    )
     ours = OPTIMIZERS.get(kind)
     if ours is None:
         found.warn(
@@ -55,8 +56,8 @@ def _betas(found: Imported, params: dict[str, Any]) -> set[str]:
     """Take the betas out of the parameters; the fields that "auto" says nothing about."""
     betas = params.pop("betas", None)
     if isinstance(betas, list) and len(betas) == 2 and all(map(is_finite, betas)):
-        found.set("adam_beta1", betas[0])
-        found.set("adam_beta2", betas[1])
+        for index, beta in enumerate(betas):
+            found.set(f"adam_beta{index + 1}", beta, key=f"optimizer.params.betas[{index}]")
     elif betas == "auto":
         found.leave_out("optimizer.params.betas", f"{AUTO}, as --adam-beta1 and --adam-beta2")
         return {"adam_beta1", "adam_beta2"}
@@ -70,16 +71,16 @@ def _listed(found: Imported, params: Mapping[str, Any], ours: str) -> set[str]:
 
     What is not there, or not known, may change what is trained, so it is a warning.
     """
-    within, rules = "optimizer.params.", PARAMS | {"momentum": field("sgd_momentum")}
+    rules = PARAMS | {"momentum": field("sgd_momentum")}
     if ours == "muon":  # it takes its own parameters out of those that are given, and leaves the others
         rules = dict.fromkeys(params, UNREAD) | MUON
-    apply(found, params, rules, within=within)
+    apply(found, params, rules, within=WITHIN)
     for key, value in params.items():
         rule, default = rules.get(key), key == "bias_correction"
         changes = rule is None or rule is NOT_THERE or rule is BIAS
         if changes and value not in (None, default):
-            found.left_out.pop(f"{within}{key}", None)
-            found.warn(f"{within}{key}", f"{shown(value)} is not {'known here' if rule is None else 'there'}")
+            found.left_out.pop(f"{WITHIN}{key}", None)
+            found.warn(f"{WITHIN}{key}", f"{shown(value)} is not {'known here' if rule is None else 'there'}")
     return {rule.field for key, rule in rules.items() if params.get(key) == "auto" and rule.field is not None}
 
 
@@ -93,14 +94,14 @@ def _muon_rates(found: Imported, given: Mapping[str, Any]) -> None:
             f"{AUTO}, as --lr of what is no matrix, and --muon-extra-scale-factor, the rate of matrices over it",
         )
         return
-    muon, adam = number(both, "muon_lr"), number(both, "adam_lr")
+    muon, adam = (number(both, key, within=WITHIN) for key in MUON_RATES)
     if not muon or not adam or min(muon, adam) < 0:
         raise UserError(
             f"optimizer.params: muon_lr={shown(both['muon_lr'])} and adam_lr={shown(both['adam_lr'])} must be greater "
             "than 0; correct the file"
         )
-    found.set("lr", adam)
-    found.set("muon_extra_scale_factor", muon / adam)
+    found.set("lr", adam, key=f"{WITHIN}adam_lr" if "adam_lr" in given else f"{WITHIN}lr")
+    found.set("muon_extra_scale_factor", muon / adam, key=f"{WITHIN}muon_lr / adam_lr")
     if muon != adam and found.settings.get("weight_decay") != 0:
         found.warn(
             "optimizer.params.weight_decay",
@@ -113,6 +114,16 @@ def _default_weight_decay(kind: str, params: Mapping[str, Any]) -> float:
     is_adamw = kind == "adamw" or (kind == "adam" and params.get("adam_w_mode", True) is not False)
     return 0.01 if is_adamw and params.get("torch_adam") is True else 0.0
 
+
+WITHIN = "optimizer.params."
+SWITCHES: Switches = dict.fromkeys(
+    (
+        *("adam_w_mode", "torch_adam", "bias_correction", "amsgrad", "nesterov", "maximize", "per_head_muon"),
+        *("fused", "foreach", "capturable", "differentiable"),
+    ),
+    (),
+)
+"""Parameters that are switches."""
 
 EXACT = dropped("rounding that saves messages is not there; the exact numbers are sent")
 

@@ -9,7 +9,8 @@ the first step of a WarmupCosineLR with a warmup_min_ratio, and the momentum of 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatronish.compat.importers.imported import AUTO, Imported, is_on, number, section, text, whole
+from megatronish.compat.importers.imported import AUTO, UNKNOWN, Imported
+from megatronish.compat.importers.values import Switches, number_or_auto, section, text, whole
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 
@@ -19,7 +20,7 @@ WITHIN = "scheduler.params."
 
 def scheduler(found: Imported, values: Mapping[str, Any]) -> None:
     """Learning rate over the steps; without a scheduler it stays as it is."""
-    kind, params = text(values, "type"), section(values, "params")
+    kind, params = text(values, "type", within="scheduler."), section(values, "params", within="scheduler.")
     make = SCHEDULERS.get(kind)
     # 1. Where DeepSpeed has no scheduler, the rate is constant from the first step, without warm-up.
     if make is None:
@@ -31,8 +32,10 @@ def scheduler(found: Imported, values: Mapping[str, Any]) -> None:
             return
         found.leave_out("scheduler", "there is none in the file, so the learning rate stays; a program may make one")
         return
-    # 2. What is "auto" is listed, and nothing is assumed in its place.
+    # 2. What is "auto" is listed, and nothing is assumed in its place. What is not known may change the curve.
     for key, value in params.items():
+        if key not in KNOWN and value is not None:
+            found.warn(f"{WITHIN}{key}", UNKNOWN)
         if value == "auto":
             flag = SCHEDULER_FLAGS.get(key)
             found.leave_out(f"{WITHIN}{key}", f"{AUTO}, as {flag}" if flag else AUTO)
@@ -45,7 +48,7 @@ def _warmup(found: Imported, params: Params) -> None:
     found.set("lr_decay_style", "constant")
     if "warmup_max_lr" not in params and found.settings.get("lr") != DEFAULT_PEAK:
         found.warn(f"{WITHIN}warmup_max_lr", OLDER_PEAK)
-    _peak(found, number(params, "warmup_max_lr"))
+    _peak(found, params, "warmup_max_lr", _number(params, "warmup_max_lr"))
     _rise(found, params)
     _start(found, params)
     _length(found, params)
@@ -53,7 +56,7 @@ def _warmup(found: Imported, params: Params) -> None:
 
 def _warmup_decay(found: Imported, params: Params) -> None:
     """WarmupDecayLR: up to the peak, and by a line back to where it started."""
-    peak, rate = number(params, "warmup_max_lr"), found.settings.get("lr")
+    peak, rate = _number(params, "warmup_max_lr"), found.settings.get("lr")
     # Absent, the peak is a number of DeepSpeed's, which silently replaces the optimizer's: that deserves a warning.
     if "warmup_max_lr" not in params:
         peak = DEFAULT_PEAK
@@ -62,18 +65,18 @@ def _warmup_decay(found: Imported, params: Params) -> None:
                 "optimizer.params.lr",
                 f"the scheduler replaces it by its warmup_max_lr, by default {peak:.15g}; name it",
             )
-    _peak(found, peak)
+    _peak(found, params, "warmup_max_lr", peak)
     found.set("lr_decay_style", "linear")
     warmup, total = _rise(found, params), _length(found, params)
     start = _start(found, params)
     if start is not None:
-        found.set("min_lr", start)
+        found.set("min_lr", start, key=f"{WITHIN}warmup_min_lr")
     # The decay is a step late: it leaves the peak one step after the warm-up, and ends one step after the run.
     if warmup is not None and total is not None and total > warmup:
-        for name, value in {"style": "WSD", "iters": total + 1}.items():
-            found.set(f"lr_decay_{name}", value)
-        for name, value in {"style": "linear", "iters": total - warmup}.items():
-            found.set(f"lr_wsd_decay_{name}", value)
+        found.set("lr_decay_style", "WSD")
+        found.set("lr_wsd_decay_style", "linear")
+        found.set("lr_decay_iters", total + 1, key=f"{WITHIN}total_num_steps + 1")
+        found.set("lr_wsd_decay_iters", total - warmup, key=f"{WITHIN}total_num_steps - warmup_num_steps")
     elif "auto" in (params.get("total_num_steps"), params.get("warmup_num_steps")):
         found.warn("scheduler.type", "the decay of WarmupDecayLR is one step later there, which needs its lengths")
 
@@ -83,13 +86,14 @@ def _warmup_cosine(found: Imported, params: Params) -> None:
     found.set("lr_decay_style", "cosine")
     _rise(found, params)
     _length(found, params)
-    peak, first, least = (found.settings.get("lr"), *(number(params, f"{key}_min_ratio") for key in ("warmup", "cos")))
+    peak = found.settings.get("lr")
+    first, least = (_number(params, f"{key}_min_ratio", least=0) for key in ("warmup", "cos"))
     if peak is None:
         return
     if params.get("cos_min_ratio") != "auto":
-        found.set("min_lr", peak * (0.0001 if least is None else least))
+        found.set("min_lr", peak * (0.0001 if least is None else least), key=f"{WITHIN}cos_min_ratio times the rate")
     if params.get("warmup_min_ratio") != "auto":
-        found.set("lr_warmup_init", peak * (first or 0.0))
+        found.set("lr_warmup_init", peak * (first or 0.0), key=f"{WITHIN}warmup_min_ratio times the rate")
         if first:
             found.warn(f"{WITHIN}warmup_min_ratio", "the rate of the very first step is 0 there, and this here")
 
@@ -98,44 +102,53 @@ def _one_cycle(found: Imported, params: Params) -> None:
     """OneCycle: a rise and a fall of learning rate and momentum, and a tail."""
     # 1. Its rates, which it has no default for.
     low, high = (_needed(params, f"cycle_{end}_lr", "OneCycle") for end in ("min", "max"))
-    _peak(found, high)
+    _peak(found, params, "cycle_max_lr", high)
     found.set("lr_decay_style", "linear")
     if low is not None:
-        found.set("lr_warmup_init", low)
-        found.set("min_lr", low)
+        for name in ("lr_warmup_init", "min_lr"):
+            found.set(name, low, key=f"{WITHIN}cycle_min_lr")
     # 2. Its lengths, in steps, and its stairs. The second half is like the first one where nothing is said.
-    first, second = (number(params, f"cycle_{half}_step_size") for half in ("first", "second"))
+    first, second = (_number(params, f"cycle_{half}_step_size", least=0) for half in ("first", "second"))
     first = DEFAULT_CYCLE_STEPS if first is None else first
     if params.get("cycle_first_step_size") != "auto":
-        found.set("lr_warmup_iters", whole(first, f"{WITHIN}cycle_first_step_size"))
+        key = f"{WITHIN}cycle_first_step_size"
+        found.set("lr_warmup_iters", whole(first, key), key=key)
         total = first + (first if second is None else second)
         if params.get("cycle_second_step_size") != "auto":
-            found.set("lr_decay_iters", whole(total, f"{WITHIN}cycle_second_step_size"))
-    stairs, later = (number(params, f"cycle_{half}_stair_count") for half in ("first", "second"))
-    for name, count in (("lr_warmup_stairs", stairs), ("lr_decay_stairs", stairs if later is None else later)):
+            whole(second or 0, f"{WITHIN}cycle_second_step_size")
+            found.set("lr_decay_iters", int(total), key=f"{WITHIN}cycle_first_step_size + cycle_second_step_size")
+    stairs, later = (_number(params, f"cycle_{half}_stair_count") for half in ("first", "second"))
+    halves = (
+        ("warmup", "first", stairs),
+        ("decay", "first" if later is None else "second", stairs if later is None else later),
+    )
+    for name, half, count in halves:
         if count is not None and count > 0:
-            found.set(name, whole(count, f"{WITHIN}cycle_*_stair_count"))
+            key = f"{WITHIN}cycle_{half}_stair_count"
+            found.set(f"lr_{name}_stairs", whole(count, key), key=key)
     # 3. What follows, per step; an interval of 0 steps is none.
-    interval = number(params, "decay_step_size") or 0.0
+    interval = _number(params, "decay_step_size", least=0) or 0.0
     if interval:
-        found.set("lr_tail_decay", (number(params, "decay_lr_rate") or 0.0) / interval)
+        decay = (_number(params, "decay_lr_rate", least=0) or 0.0) / interval
+        found.set("lr_tail_decay", decay, key=f"{WITHIN}decay_lr_rate / decay_step_size")
     _momentum(found, params, interval)
 
 
 def _momentum(found: Imported, params: Params, interval: float) -> None:
     """Momentum of OneCycle: it cycles unless told not to, in optimizers that have betas."""
-    if not is_on(params.get("cycle_momentum", True)):
+    if params.get("cycle_momentum") is False:
         return
     if found.settings.get("optimizer", "adam") != "adam":
         found.leave_out(f"{WITHIN}cycle_momentum", "DeepSpeed cycles no momentum of an optimizer without betas")
         return
     for end, default in (("min", 0.8), ("max", 0.9)):
-        value = number(params, f"cycle_{end}_mom")
+        value = _number(params, f"cycle_{end}_mom")
         if params.get(f"cycle_{end}_mom") != "auto":
-            found.set(f"cycle_{end}_momentum", default if value is None else value)
+            found.set(f"cycle_{end}_momentum", default if value is None else value, key=f"{WITHIN}cycle_{end}_mom")
     found.set("adam_beta2", CYCLE_BETA2)
     if interval:
-        found.set("momentum_tail_growth", (number(params, "decay_mom_rate") or 0.0) / interval)
+        growth = (_number(params, "decay_mom_rate", least=0) or 0.0) / interval
+        found.set("momentum_tail_growth", growth, key=f"{WITHIN}decay_mom_rate / decay_step_size")
     found.warn(
         f"{WITHIN}cycle_momentum",
         "the momentum of the very first step is cycle_min_mom there, and cycle_max_mom here",
@@ -146,28 +159,28 @@ def _range_test(found: Imported, params: Params) -> None:
     """LRRangeTest: from the lowest rate up without an end."""
     found.set("lr_decay_style", "range-test")
     found.set("lr_warmup_iters", 0)
-    least = number(params, "lr_range_test_min_lr")
+    least = _number(params, "lr_range_test_min_lr")
     if params.get("lr_range_test_min_lr") != "auto":
-        _peak(found, 0.001 if least is None else least)
+        _peak(found, params, "lr_range_test_min_lr", 0.001 if least is None else least)
     for key, name, default in (("step_rate", "rate", 1.0), ("step_size", "iters", 2000)):
-        value = number(params, f"lr_range_test_{key}")
+        value = _number(params, f"lr_range_test_{key}")
         if params.get(f"lr_range_test_{key}") != "auto":
-            found.set(f"lr_range_test_{name}", default if value is None else value)
-    found.set("lr_range_test_staircase", is_on(params.get("lr_range_test_staircase", False)))
+            found.set(f"lr_range_test_{name}", default if value is None else value, key=f"{WITHIN}lr_range_test_{key}")
+    found.set("lr_range_test_staircase", params.get("lr_range_test_staircase") is True)
 
 
 def _rise(found: Imported, params: Params) -> int | None:
     """Set the warm-up; its steps, or None where they are "auto"."""
-    kind = text(params, "warmup_type", "log")
+    kind = text(params, "warmup_type", "log", within=WITHIN)
     found.set("lr_warmup_style", "late-linear" if kind == "linear" else "log")
     if kind not in ("log", "linear"):
         found.leave_out(f"{WITHIN}warmup_type", f"{shown(kind)} is none of DeepSpeed's, which takes log")
     if params.get("warmup_num_steps") == "auto":
         return None
-    given = number(params, "warmup_num_steps")
+    given = _number(params, "warmup_num_steps", least=0)
     steps = DEFAULT_WARMUP_STEPS if given is None else whole(given, f"{WITHIN}warmup_num_steps")
-    steps = steps if steps < 0 else max(steps, 2)  # DeepSpeed's least
-    found.set("lr_warmup_iters", steps)
+    steps = max(steps, 2)  # DeepSpeed's least
+    found.set("lr_warmup_iters", steps, key=f"{WITHIN}warmup_num_steps")
     return steps
 
 
@@ -175,33 +188,38 @@ def _start(found: Imported, params: Params) -> float | None:
     """Set the rate that warm-up starts from; None where it is "auto"."""
     if params.get("warmup_min_lr") == "auto":
         return None
-    start = number(params, "warmup_min_lr") or 0.0
-    found.set("lr_warmup_init", start)
+    start = _number(params, "warmup_min_lr") or 0.0
+    found.set("lr_warmup_init", start, key=f"{WITHIN}warmup_min_lr")
     return start
 
 
 def _length(found: Imported, params: Params) -> int | None:
     """Set the length of the run; None where none is given. A constant rate needs none."""
-    total = number(params, "total_num_steps")
+    total = _number(params, "total_num_steps")
     if total is not None:
-        found.set("train_iters", whole(total, f"{WITHIN}total_num_steps"))
+        found.set("train_iters", whole(total, f"{WITHIN}total_num_steps"), key=f"{WITHIN}total_num_steps")
         return found.settings["train_iters"]
     if "total_num_steps" not in params and found.settings["lr_decay_style"] != "constant":
         found.leave_out(f"{WITHIN}total_num_steps", "give --train-iters")
     return None
 
 
-def _peak(found: Imported, peak: float | None) -> None:
-    """Set the learning rate by which a scheduler replaces the optimizer's, and Muon's both."""
+def _peak(found: Imported, params: Params, key: str, peak: float | None) -> None:
+    """Set the learning rate by which a scheduler replaces the optimizer's, and Muon's both; `key` is its own."""
     if peak is not None:
-        found.set("lr", peak)
+        found.set("lr", peak, key=f"{WITHIN}{key}" if key in params else None)
         if found.settings.get("optimizer") == "muon":  # matrices have the scheduler's rate, too
             found.set("muon_extra_scale_factor", 1.0)
 
 
+def _number(params: Params, key: str, *, least: float | None = None) -> float | None:
+    """Number of a parameter; None if there is none, or it is "auto"."""
+    return number_or_auto(params, key, within=WITHIN, least=least)
+
+
 def _needed(params: Params, key: str, kind: str) -> float | None:
     """Number of a key without a default; None where it is "auto"."""
-    value = number(params, key)
+    value = _number(params, key)
     if value is None and params.get(key) != "auto":
         raise UserError(f"{WITHIN}{key} is not given, and {kind} has no default for it; correct the file")
     return value
@@ -235,6 +253,14 @@ SCHEDULER_FLAGS = {
     "lr_range_test_step_size": "--lr-range-test-iters",
 }
 """Flags to give where a parameter of the scheduler is "auto"."""
+
+SWITCHES: Switches = {"cycle_momentum": (), "lr_range_test_staircase": ()}
+"""Parameters that are switches."""
+KNOWN = {
+    *(*SCHEDULER_FLAGS, *SWITCHES, "warmup_type", "decay_step_size", "decay_lr_rate", "decay_mom_rate"),
+    "last_batch_iteration",
+}
+"""Parameters of any scheduler."""
 
 OLDER_PEAK = "none given is the optimizer's rate since DeepSpeed 0.17.2, and 0.001 before: for that add --lr 0.001"
 DEFAULT_WARMUP_STEPS = 1000

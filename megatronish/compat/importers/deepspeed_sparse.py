@@ -8,7 +8,8 @@ the own block remains, and the w // 2 blocks before it, which is also what DeepS
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatronish.compat.importers.imported import UNKNOWN, Imported, number, text, whole
+from megatronish.compat.importers.imported import UNKNOWN, Imported
+from megatronish.compat.importers.values import number, text, whole
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 
@@ -22,7 +23,7 @@ def sparse_attention(found: Imported, values: Mapping[str, Any]) -> None:
     """Set the pattern of a section that is there; its keys that no pattern has are listed, each with its reason."""
     if not values:
         return
-    mode = text(values, "mode", "fixed")
+    mode = text(values, "mode", "fixed", within=f"{WITHIN}.")
     if mode == "dense":
         return
     if mode == "variable":
@@ -34,7 +35,7 @@ def sparse_attention(found: Imported, values: Mapping[str, Any]) -> None:
         )
     pattern, read, names = MODES[mode]
     found.set("attention_pattern", pattern)
-    found.set("attention_block_size", _number(values, "block", 16))
+    _set(found, "attention_block_size", values, "block", 16)
     read(found, values)
     _of_every_mode(found, values, mode)
     for key in values.keys() - {*EVERY_MODE, *names}:
@@ -43,7 +44,7 @@ def sparse_attention(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _of_every_mode(found: Imported, values: Mapping[str, Any], mode: str) -> None:
     usual = "unidirectional" if mode == "local_sliding_window" else "bidirectional"
-    if text(values, "attention", usual) != "unidirectional":
+    if text(values, "attention", usual, within=f"{WITHIN}.") != "unidirectional":
         found.warn(
             f"{WITHIN}.attention",
             "attention here is causal, as with unidirectional: of a block what is after it is not seen",
@@ -53,13 +54,17 @@ def _of_every_mode(found: Imported, values: Mapping[str, Any], mode: str) -> Non
 
 
 def _number(values: Mapping[str, Any], key: str, default: int) -> int:
-    given = number(values, key)
+    given = number(values, key, within=f"{WITHIN}.", least=0, most=MOST_BLOCKS)
     return default if given is None else whole(given, f"{WITHIN}.{key}")
 
 
+def _set(found: Imported, field: str, values: Mapping[str, Any], key: str, default: int) -> None:
+    found.set(field, _number(values, key, default), key=f"{WITHIN}.{key}")
+
+
 def _fixed(found: Imported, values: Mapping[str, Any]) -> None:
-    found.set("attention_local_blocks", _number(values, "num_local_blocks", 4))
-    found.set("attention_global_blocks", _number(values, "num_global_blocks", 1))
+    _set(found, "attention_local_blocks", values, "num_local_blocks", 4)
+    _set(found, "attention_global_blocks", values, "num_global_blocks", 1)
     if _number(values, "num_different_global_patterns", 1) != 1:
         found.warn(f"{WITHIN}.num_different_global_patterns", "all heads see the last blocks of each window")
     if values.get("horizontal_global_attention"):
@@ -72,8 +77,8 @@ def _sliding(found: Imported, values: Mapping[str, Any]) -> None:
 
 def _bigbird(found: Imported, values: Mapping[str, Any]) -> None:
     _sliding(found, values)
-    found.set("attention_global_blocks", _number(values, "num_global_blocks", 1))
-    found.set("attention_random_blocks", _number(values, "num_random_blocks", 0))
+    _set(found, "attention_global_blocks", values, "num_global_blocks", 1)
+    _set(found, "attention_random_blocks", values, "num_random_blocks", 0)
 
 
 def _longformer(found: Imported, values: Mapping[str, Any]) -> None:

@@ -4,17 +4,17 @@ Keys, values and names of files are of others. They reach the TOML through its o
 the text again (config/dump.py); section [plugins], which names code that runs, is never written.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.conflicts import CONFLICTS
 from megatronish.config.dump import write_toml
-from megatronish.config.fields import FIELDS, SECTIONS, one_of, with_fields
+from megatronish.config.fields import FIELDS, SECTIONS, with_fields
 from megatronish.config.rules.optimizer import LENGTH_RULES, RATE_RULES
 from megatronish.core.errors import UserError, without_passwords
-from megatronish.core.foreign import is_finite, read_json, read_yaml, shown
+from megatronish.core.foreign import is_finite, shown
 
 NEVER = "plugins"
 """Section that no importer may set: what it names is run."""
@@ -23,7 +23,7 @@ NEVER = "plugins"
 class Imported:
     """Settings by field, keys that are not carried over, and what will train otherwise than there, with reasons.
 
-    `key_of` has the names of settings in the file, where one key alone decides.
+    `key_of` has the whole path of the key, or keys, in the file that a setting is from.
     """
 
     def __init__(self) -> None:
@@ -32,22 +32,25 @@ class Imported:
         self.left_out: dict[str, str] = {}
         self.otherwise: dict[str, str] = {}
 
-    def set(self, field: str, value: Any) -> None:
-        """Set a field. A whole number that the other format writes as 5e8 becomes one."""
+    def set(self, field: str, value: Any, *, key: str | None = None) -> None:
+        """Set a field, from a key of the file. A whole number that the other format writes as 5e8 becomes one."""
         assert FIELDS[field].section != NEVER, f"an importer sets {field}, which runs code"
         parts = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(part, int | float) and not isinstance(part, bool) and not is_finite(part) for part in parts):
-            raise UserError(f"{field}={shown(value)} must be finite; correct the file")
+            raise UserError(f"{shown(key or field)}={shown(value)} must be finite; correct the file")
         if any(isinstance(part, str) and without_passwords(part) != part for part in parts):
-            self.warn(field, f"it has a password, which no file of a run holds; give it as {FIELDS[field].flag}")
+            self.warn(key or field, f"it has a password, which no file of a run holds; give it as {FIELDS[field].flag}")
             return
+        self.key_of.pop(field, None)
+        if key is not None:
+            self.key_of[field] = key
         wants_int = FIELDS[field].type is int
         self.settings[field] = int(value) if wants_int and isinstance(value, float) and value.is_integer() else value
 
     def refuse_out_of_range(self) -> None:
         """UserError for a value that no run takes, with the name of its key."""
         for name, value in self.settings.items():
-            field, key = FIELDS[name], self.key_of.get(name, name)
+            field, key = FIELDS[name], shown(self.key_of.get(name, name))
             if not field.allows(value):
                 raise UserError(f"{key}={shown(value)} must be {field.wants}; correct the file")
             if isinstance(value, int | float) and (bound := field.broken_range(value)) is not None:
@@ -93,9 +96,10 @@ class Imported:
             own = {name: value for name, value in self.settings.items() if FIELDS[name].section == section}
             if own and section != NEVER:
                 tables[section] = own
-        before = [f"From {source.name}. Check it with: megatronish pretrain --config THIS_FILE --dry-run"]
+        name = without_passwords(source.name)
+        before = [f"From {name}. Check it with: megatronish pretrain --config THIS_FILE --dry-run"]
         before += ["", *said] if (said := self.warnings()) else []
-        after = [f"Not carried over from {source.name}:"] if self.left_out else []
+        after = [f"Not carried over from {name}:"] if self.left_out else []
         after += [f"  {_line(key, reason)}" for key, reason in self.left_out.items()]
         return write_toml(tables, before=before, after=after)
 
@@ -106,7 +110,7 @@ class Imported:
 
 
 def _line(key: str, reason: str) -> str:
-    return f"{shown(key, most=100)}: {shown(without_passwords(reason), most=250)}"
+    return f"{shown(without_passwords(key), most=100)}: {shown(without_passwords(reason), most=250)}"
 
 
 class Rule(NamedTuple):
@@ -149,8 +153,11 @@ def apply(found: Imported, values: Mapping[str, Any], rules: Mapping[str, Rule],
         if value is None or value in ("", [], {}):
             continue
         if rule.field is None:
-            is_off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
-            if rule.changes and not is_off and value != 0:
+            asked = value.get("enabled") if isinstance(value, dict) else value
+            is_off = asked is False
+            if asked == "auto" and rule.changes:
+                found.leave_out(name, AUTO)
+            elif rule.changes and not is_off and value != 0:
                 found.warn(name, rule.reason)
             elif not rule.changes and (not is_off or rule.reason == UNKNOWN):
                 found.leave_out(name, rule.reason)
@@ -159,15 +166,7 @@ def apply(found: Imported, values: Mapping[str, Any], rules: Mapping[str, Rule],
         elif not _fits(value, FIELDS[rule.field].type):
             raise UserError(f"{shown(name)}={shown(value)} must be {FIELDS[rule.field].wants}; correct the file")
         else:
-            found.set(rule.field, value)
-            found.key_of[rule.field] = name
-
-
-def whole(value: float, key: str) -> int:
-    """The value as a whole number; UserError if it is none."""
-    if not float(value).is_integer():
-        raise UserError(f"{key}={value:g} must be a whole number; correct the file")
-    return int(value)
+            found.set(rule.field, value, key=name)
 
 
 def _fits(value: Any, wanted: Any) -> bool:
@@ -177,70 +176,3 @@ def _fits(value: Any, wanted: Any) -> bool:
     if wanted in (int, float):
         return is_finite(value) and (wanted is float or float(value).is_integer())
     return not isinstance(value, dict | list | bool)
-
-
-def section(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Object under a key; empty if there is none. UserError if it is no object."""
-    inner = values.get(key) or {}
-    if not isinstance(inner, dict):
-        raise UserError(f"{key}={shown(inner)} must be an object of settings; correct the file")
-    return inner
-
-
-def number(values: Mapping[str, Any], key: str) -> float | None:
-    """Number under a key; None if there is none, or it is "auto". UserError for anything else."""
-    value: Any = values.get(key)
-    if value in (None, "auto"):
-        return None
-    try:
-        converted = float(value)
-    except (TypeError, ValueError, OverflowError):
-        converted = float("nan")
-    if isinstance(value, bool) or not is_finite(converted):
-        raise UserError(f"{key}={shown(value)} must be a number; correct the file")
-    return converted
-
-
-def text(values: Mapping[str, Any], key: str, default: str = "") -> str:
-    """Text under a key; `default` if there is none. UserError for a list or an object."""
-    value = values.get(key)
-    if isinstance(value, list | dict):
-        raise UserError(f"{key}={shown(value)} must be a text; correct the file")
-    return default if value is None or value == "" else str(value)
-
-
-def is_on(value: object) -> bool:
-    """Whether a switch is on; YAML files of programs that ask for it have it in quotation marks, too."""
-    return value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "on"))
-
-
-def switch(values: Mapping[str, Any], key: str, *, others: Collection[Any] = ()) -> Any:
-    """Value of a switch: true, false, None, or one of `others`. UserError for anything else."""
-    value = values.get(key)
-    is_word = isinstance(value, str) and value.lower() in ("true", "yes", "on", "false", "no", "off", "")
-    if value is None or isinstance(value, bool) or is_word or value in others:
-        return value
-    more = f", or {one_of(others)}" if others else ""
-    raise UserError(f"{key}={shown(value)} must be true or false{more}; correct the file")
-
-
-def read_object(path: Path, *, is_yaml: bool) -> dict[str, Any]:
-    """Object of a JSON or a YAML file; UserError, a sentence, for anything else, or where PyYAML is missing."""
-    kind, read = ("YAML", read_yaml) if is_yaml else ("JSON", read_json)
-    name = shown(str(path))
-    try:
-        values = read(path)
-    except ImportError:
-        raise UserError(
-            f"{name} is YAML, which is read by PyYAML, and it is not installed; pip install pyyaml, or write the file "
-            "as JSON"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}; correct the path") from error
-    except ValueError as error:
-        raise UserError(f"{name} cannot be read as {kind}: {error}; correct the file") from error
-    if values is None:
-        raise UserError(f"{name} is empty: it has no settings; name another file")
-    if not isinstance(values, dict):
-        raise UserError(f"{name} holds no settings, but {shown(values, most=40)}; name another file")
-    return values
