@@ -41,7 +41,7 @@ LAYOUTS = [
     Layout(dp=2, cp=2, pp=2),
     Layout(cp=4, pp=2),
 ]
-SEED = 24
+SEED = 0
 MEETING = ("recompute", "schedule", "offload", "copies", "trained", "bf16", "larger")
 """Features of which every two that can meet do so; the others are dealt, too."""
 
