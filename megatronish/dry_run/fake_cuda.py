@@ -17,7 +17,7 @@ from megatronish.ops.build import BuildError, find_compiler, find_torch
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-shared", "-fPIC")
-COMPILER_SECONDS = 180
+COMPILER_SECONDS = 600  # of a machine whose cores are busy; else a few
 
 
 def load_fake_cuda() -> ctypes.CDLL:
@@ -45,6 +45,7 @@ def _built(torch: Path) -> Path:
             fresh = Path(folder) / output.name
             command = [compiler, *FLAGS, "-isystem", f"{torch}/include", str(SOURCE), "-o", str(fresh)]
             command += [f"-L{torch}/lib", "-lc10", "-ltorch_cpu"]
+            print("building the stand-in for CUDA that dry runs use, once", file=sys.stderr, flush=True)
             try:
                 done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILER_SECONDS)
             except (OSError, subprocess.SubprocessError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.config.check import absurd_size
+from megatronish.config.fields import FIELDS
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.hf.families import FAMILIES
@@ -93,6 +94,10 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
         "init_method_std": config.number("initializer_range"),
         "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings"),
     }
+    for field, value in model.items():
+        for bound in FIELDS[field].ranges:
+            if isinstance(value, int | float) and not bound.holds(value):
+                raise UserError(f"{path} gives {field}={value}, which {bound.rule}; {CORRECT}")
     vocab_size, seq_length = config.whole("vocab_size"), config.whole(family.seq_length)
     if absurd := absurd_size(ModelConfig(**model), vocab_size=vocab_size, seq_length=seq_length):
         raise UserError(f"{path}: {absurd}; download it again")
