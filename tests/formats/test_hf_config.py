@@ -441,7 +441,10 @@ def test_a_window_in_every_layer_or_in_some_is_understood(tmp_path: Path, key: s
             "model_type 'gemma3' is not supported; supported are gpt2, llama, mistral, ",
         ),
         ({}, "model_type None is not supported"),
-        ({**LLAMA_31_8B, "rope_scaling": None, "rope_theta": 0.0}, "config.json gives rotary_base=0.0, which must be"),
+        (
+            {**LLAMA_31_8B, "rope_scaling": None, "rope_theta": 0.0},
+            "its rotary_base=0.0 must be greater than 0; correct",
+        ),
     ],
 )
 def test_what_our_model_cannot_do_is_refused_by_name(tmp_path: Path, config: dict[str, Any], told: str) -> None:

@@ -96,8 +96,8 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     }
     for field, value in model.items():
         for bound in FIELDS[field].ranges:
-            if isinstance(value, int | float) and not bound.holds(value):
-                raise UserError(f"{path} gives {field}={value}, which {bound.rule}; {CORRECT}")
+            if isinstance(value, int | float) and not bound.is_maximum and not bound.holds(value):
+                raise UserError(f"{path}: its {field}={value} {bound.rule}; {CORRECT}")
     vocab_size, seq_length = config.whole("vocab_size"), config.whole(family.seq_length)
     if absurd := absurd_size(ModelConfig(**model), vocab_size=vocab_size, seq_length=seq_length):
         raise UserError(f"{path}: {absurd}; download it again")
