@@ -121,8 +121,7 @@ def _missing(config: Config, *, invalid: Collection[str]) -> dict[str, str]:
             remedy = f"of a T5 add {' and '.join(FIELDS[side].flag for side in t5.SIDES[name])}"
         if keep.load is not None and not keep.use_checkpoint_args and name in (*vars(config.model), "seq_length"):
             remedy = f"add --use-checkpoint-args, which takes it from --load {keep.load}, or {field.flag}"
-        unset = "" if field.default is None else f", or {field.default}"
-        complaint_by_field[name] = f"{name} is not given{unset}; {remedy}"
+        complaint_by_field[name] = f"{name} is not given; {remedy}"
     return complaint_by_field
 
 

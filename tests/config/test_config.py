@@ -199,7 +199,7 @@ def test_problems_of_file_flags_and_rules_come_together(tmp_path: Path) -> None:
         "--skip-train is refused: use tools/evaluate.py",
         "--lrr is not a flag; did you mean --lr?",
         "seq_length=-1 must be at least 1",
-        "micro_batch_size is not given, or 0; set it in [training] of the config file, or add --micro-batch-size",
+        "micro_batch_size is not given; set it in [training] of the config file, or add --micro-batch-size",
         "the length of the run is not given; add --train-iters, --train-samples or --num-epochs",
         "no data is given",
     ):

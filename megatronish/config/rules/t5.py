@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
-from megatronish.config.rules.rule import ConfigRule
+from megatronish.config.rules.rule import MESH, ConfigRule
 from megatronish.config.sections.model import ModelConfig
 
 SIDES = {
@@ -52,9 +52,10 @@ def _side(name: str) -> ConfigRule:
 
 
 def _cut_sides(config: Config) -> str | None:
-    model, layout = config.model, config.layout
+    model = config.model
     if not model.has_encoder:
         return None
+    layout = config.layout
     of = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if config.parallel.sequence_parallel else 1)
     for name in SIDES["seq_length"]:
         length = getattr(model, name)
@@ -142,7 +143,7 @@ def _unread(config: Config) -> str | None:
 RULES = (
     _side("num_layers"),
     _side("seq_length"),
-    ConfigRule(("model_type", "sequence_parallel", "context_parallel_size", *SIDES["seq_length"]), _cut_sides),
+    ConfigRule((*MESH, "model_type", "sequence_parallel", *SIDES["seq_length"]), _cut_sides),
     ConfigRule(("model_type", "position_embedding_type", *_OTHER_LAYERS), _layers),
     ConfigRule(
         ("model_type", "context_parallel_size", "cp_comm_type", "compile", "cuda_graph", "attention_backend"),
