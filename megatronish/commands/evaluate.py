@@ -17,6 +17,7 @@ from megatronish.commands.perplexity import check, sections, unwritable
 from megatronish.config.plugins import PluginsConfig, import_plugins
 from megatronish.config.sections.data import ChatConfig
 from megatronish.core.errors import UserError, without_passwords
+from megatronish.core.files import refuse_input_as_output
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.inference.load import find_trained
 from megatronish.inference.session import Session
@@ -61,6 +62,7 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> TasksToScore:
         arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapters=adapters
     )
     refuse_encoder(found)
+    refuse_input_as_output("--output", arguments.output, [found.checkpoint, *found.adapters.values()])
     names = known_tasks(arguments)
     parallel, training = sections(arguments, found, place)
     config = found.config(replace(parallel, distributed_timeout_minutes=A_WEEK), training)

@@ -75,7 +75,8 @@ def prepare(arguments: GenerateArguments) -> Generation:
     """The generation of these arguments; every user error is raised here, before any rank starts."""
     check(arguments)
     sampling, model = sampling_of(arguments), open_model(arguments)
-    refuse_input_as_output("--output", arguments.output, [arguments.prompts_file, arguments.tokenizer_model])
+    read = [arguments.prompts_file, arguments.tokenizer_model, model.found.checkpoint, *model.found.adapters.values()]
+    refuse_input_as_output("--output", arguments.output, read)
     prompts = arguments.prompt + (read_prompts(arguments.prompts_file) if arguments.prompts_file else ()) or ("\n",)
     tokens = tuple(
         encode_prompt(model.tokenizer, prompt, add_special_tokens=arguments.add_special_tokens) for prompt in prompts

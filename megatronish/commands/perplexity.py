@@ -59,6 +59,7 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
         arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapters=adapters
     )
     refuse_encoder(found)
+    refuse_input_as_output("--output", arguments.output, [found.checkpoint, *found.adapters.values()])
     config = found.config(*sections(arguments, found, place))
     seq_length = config.training.seq_length
     stride = seq_length if arguments.stride is None else arguments.stride

@@ -121,9 +121,11 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
     """What the command prints; UserError for what cannot be planned."""
-    read = (config_path(arguments.config), *arguments.calibrate)
+    read = (config_path(arguments.config), arguments.device, *arguments.calibrate)
     for flag, output in (("--write", arguments.write), ("--write-device", arguments.write_device)):
         refuse_input_as_output(flag, output, read)
+    if arguments.write is not None and arguments.write == arguments.write_device:
+        raise UserError(f"--write and --write-device are both {arguments.write}, and one would replace the other")
     device = _device(arguments)
     # A probe measures the layout of the file; a plan tries others, so what the file says of one is no reason to refuse.
     found = read_config(

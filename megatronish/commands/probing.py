@@ -51,14 +51,23 @@ def probe(work: Workload, device: Device, candidate: Candidate, out: Path) -> st
     )
 
 
+def _is_measured(line: str) -> bool:
+    """Whether a line is of a file of measurements: of a probe, or of links."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and bool({"probe", "collective"} & found.keys())
+
+
 def _refuse_unwritable(out: Path) -> None:
     try:
         with out.open("a+", encoding="utf-8", errors="replace") as file:
             file.seek(0)
-            line = file.readline(4096)
+            line = file.readline(65_536).strip()
     except OSError as error:
         raise unwritten(f"--probe {out}", out, error) from error
-    if line.strip() and not line.startswith("{"):
+    if line and not _is_measured(line):
         raise UserError(f"--probe {out} has other text than measurements, one JSON object a line; choose another file")
 
 

@@ -323,10 +323,25 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 
 def refuse_input_as_output(flag: str, output: Path | None, inputs: Iterable[object]) -> None:
-    """UserError if what is to be written is one of the files, or paths in text, that are read; None is no file."""
-    for each in inputs:
-        if output is not None and each is not None and is_same_file(Path(str(each)), output):
+    """UserError if what is to be written is one of the files, or in one of the folders, that are read.
+
+    They may be paths in text; None is none. What is not there yet may be written into such a folder.
+    """
+    if output is None:
+        return
+    for path in (Path(str(each)) for each in inputs if each is not None):
+        if is_same_file(path, output) or (_is_folder(path) and output.is_file() and _is_in(output, path)):
             raise UserError(f"{flag} {output} is a file that is read; choose another")
+
+
+def _is_folder(path: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return path.is_dir()
+    return False
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def unwritten(name: str, path: Path, error: OSError) -> RunError | UserError:

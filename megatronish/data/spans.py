@@ -68,7 +68,7 @@ def text_length(rule: SpanRule, *, encoder_length: int, decoder_length: int) -> 
         rows = rule.row_lengths(length)
         if rows[0] <= encoder_length and rows[1] <= decoder_length:
             return length
-        length -= max(1, rows[0] - encoder_length, (rows[1] - decoder_length) // 2)
+        length -= 1
     raise UserError(
         f"encoder_seq_length={encoder_length} and decoder_seq_length={decoder_length} have no room for a text of two "
         "tokens with a sentinel and an end; use at least 3 each"

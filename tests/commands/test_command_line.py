@@ -273,5 +273,8 @@ def test_a_plan_or_an_audit_is_not_written_over_what_it_reads(tmp_path: Path) ->
     assert run([*planned, "--gpus", "8", "--write", str(config)]) == 2
     assert run([*planned, "--calibrate", str(chats), "--write-device", str(chats)]) == 2
     assert run([*planned, "--probe", str(config)]) == 2
+    assert run([*planned, "--probe", str(chats)]) == 2
+    both = str(tmp_path / "new.toml")
+    assert run([*planned, "--gpus", "8", "--write", both, "--write-device", both]) == 2
     assert run([*audited, "--html", str(chats)]) == 2
     assert (chats.read_text(), config.read_text()) == before

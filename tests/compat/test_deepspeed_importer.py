@@ -89,6 +89,12 @@ def test_codes_of_zero_plus_plus_are_ours_under_stage_3(name: str, dtype: str) -
         read(3, "tru")
 
 
+@pytest.mark.parametrize("never", ["inf", float("inf")])
+def test_a_run_that_never_prints_is_read(never: Any) -> None:
+    found = from_deepspeed({"steps_per_print": never})
+    assert "log_interval" not in found.settings and "--log-interval" in found.left_out["steps_per_print"]
+
+
 def test_the_batch_follows_from_steps_of_accumulation_and_the_data_parallel_size() -> None:
     values = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
     assert from_deepspeed(values, dp=2).settings["global_batch_size"] == 64

@@ -43,11 +43,21 @@ def at(values: Mapping[str, Any], key: str) -> Any:
 @pytest.mark.parametrize("name", TABLES)
 def test_a_switch_is_on_or_off_or_refused_with_its_path(name: str) -> None:
     key, others, read = TABLES[name]
-    for value, is_on in (("false", False), ("yes", True), ("No", False), (0, False), (1, True), (None, None)):
+    for value, is_on in (
+        ("false", False),
+        ("yes", True),
+        ("No", False),
+        (0, False),
+        (1, True),
+        ("y", True),
+        ("0", False),
+        (None, None),
+    ):
         assert at(settled(nested(key, value), {key: others}), key) is is_on
     for other in others:
         if isinstance(other, str):
             assert at(settled(nested(key, other), {key: others}), key) == other
+            assert at(settled(nested(key, other.swapcase()), {key: others}), key) == other
     for value, told in (("tru", "tru"), ([1], r"\[1\]")):
         with pytest.raises(UserError, match=rf"^{key}={told} must be true or false.*; correct the file$"):
             read(nested(key, value))
@@ -137,8 +147,8 @@ def test_a_switch_in_other_words_is_read_as_true_and_false(name: str) -> None:
         ),
         (
             "accelerate",
-            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": "y"}},
-            "fsdp_config.fsdp_offload_params=y must be true or false",
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": "maybe"}},
+            "fsdp_config.fsdp_offload_params=maybe must be true or false",
         ),
     ],
 )

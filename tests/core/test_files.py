@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatronish.core.errors import RunError
-from megatronish.core.files import AtomicFile, new_folder, write_durably, write_quickly
+from megatronish.core.errors import RunError, UserError
+from megatronish.core.files import AtomicFile, new_folder, refuse_input_as_output, write_durably, write_quickly
 
 
 @pytest.mark.parametrize("write", [write_durably, write_quickly])
@@ -36,3 +36,17 @@ def test_a_full_disk_is_told_with_the_file_that_is_written(tmp_path: Path) -> No
     copied = OSError(errno.ENOSPC, "No space left on device", "/somewhere/tokenizer.json", None, str(tmp_path / "c"))
     with pytest.raises(RunError, match=f"{tmp_path}/converted"), new_folder(tmp_path / "converted", decisive="a"):
         raise copied
+
+
+def test_an_output_is_no_file_that_is_read_nor_one_in_a_folder_that_is(tmp_path: Path) -> None:
+    """A new file may be written into such a folder."""
+    folder, text = tmp_path / "step", tmp_path / "text"
+    folder.mkdir()
+    for path in (text, folder / "state.json"):
+        path.write_text("{}")
+    (tmp_path / "link").symlink_to(folder / "state.json")
+    for output in (text, folder / "state.json", tmp_path / "link"):
+        with pytest.raises(UserError, match=f"--output {output} is a file that is read; choose another"):
+            refuse_input_as_output("--output", output, [None, str(text), folder])
+    refuse_input_as_output("--output", folder / "new.json", [text, folder, "\0"])
+    refuse_input_as_output("--output", None, [text])

@@ -45,6 +45,9 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
         *(*inner, "bfloat16", "torch_autocast", "tensorboard", "wandb", "tensor_parallel"),
         *("gradient_accumulation_steps", "gradient_allreduce_op", "sparse_attention"),
     )
+    if str(values.get("steps_per_print")).lower() in ("inf", "infinity"):  # as files for Accelerate have it
+        values.pop("steps_per_print")
+        found.leave_out("steps_per_print", "it never prints; --log-interval says how seldom this does")
     apply(found, {key: value for key, value in values.items() if key not in others}, TOP)
     # 2. The order counts: the batch needs the sizes above, and the scheduler replaces the optimizer's learning rate.
     _batch(found, values, dp)

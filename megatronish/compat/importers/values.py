@@ -19,7 +19,7 @@ A type, such as int, stands for all values of it.
 """
 AUTO_TOO = ("auto",)
 """What a switch may be that the program which starts the run fills in."""
-ON, OFF = ("true", "yes", "on"), ("false", "no", "off")
+ON, OFF = ("true", "yes", "on", "y", "t", "1"), ("false", "no", "off", "n", "f", "0")
 NAMES_OF_TYPES: dict[type, str] = {int: "a whole number"}
 
 
@@ -56,8 +56,12 @@ def _switch(value: Any, others: tuple[Any, ...], key: str) -> Any:
     word = value.lower() if isinstance(value, str) else None
     if word in (*ON, *OFF):
         return word in ON
-    if any(isinstance(value, other) if isinstance(other, type) else value == other for other in others):
-        return value
+    for other in others:
+        if isinstance(other, type):
+            if isinstance(value, other):
+                return value
+        elif value == other or (word is not None and word == str(other).lower()):
+            return other
     names = [NAMES_OF_TYPES[other] if isinstance(other, type) else str(other) for other in others]
     more = f", or {one_of(names)}" if others else ""
     raise UserError(f"{shown(key)}={shown(value)} must be true or false{more}; correct the file")

@@ -47,6 +47,14 @@ PIPELINE: dict[str, Known] = {
     "pipeline-model-parallel-split-rank": refused(
         "layers of encoder and decoder are shared out as one row of layers; leave it out", 1
     ),
+    **{
+        f"encoder-{kind}-model-parallel-size": refused(
+            "encoder and decoder lie on the same ranks, cut by --tensor-model-parallel-size and "
+            "--pipeline-model-parallel-size; leave it out",
+            1,
+        )
+        for kind in ("tensor", "pipeline")
+    },
     "no-pipeline-parallel": means("pipeline_model_parallel_size", "1"),
 }
 

@@ -32,9 +32,9 @@ def _ffn_over_tp(config: Config) -> str | None:
 
 
 def _multiple(config: Config, of: int, why: str) -> str | None:
-    """Complaint about a sequence that is not cut into equal pieces."""
+    """Complaint about a sequence that is not cut into equal pieces; of two sides each has a rule of its own."""
     length = config.training.seq_length
-    if length % of == 0:
+    if length % of == 0 or config.model.has_encoder:
         return None
     return f"seq_length={length} must be divisible by {why} = {of}; use --seq-length {-(-length // of) * of}"
 
@@ -88,8 +88,8 @@ CUT_RULES = (
     ConfigRule(("num_attention_heads", _TP), _heads_over_tp),
     ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention", _TP), _key_value_heads_over_tp),
     ConfigRule(("ffn_hidden_size", "hidden_size", "swiglu", _TP), _ffn_over_tp),
-    ConfigRule(("seq_length", _CP), _sequence_over_cp),
-    ConfigRule(("seq_length", "sequence_parallel", _TP, _CP), _sequence_over_tp),
+    ConfigRule(("seq_length", "model_type", _CP), _sequence_over_cp),
+    ConfigRule(("seq_length", "model_type", "sequence_parallel", _TP, _CP), _sequence_over_tp),
     ConfigRule(("num_attention_heads", "cp_comm_type", _TP, _CP), _heads_over_cp),
     ConfigRule(("attention_backend", "cp_comm_type", _CP), _attention_over_cp),
 )

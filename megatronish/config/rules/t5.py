@@ -51,6 +51,9 @@ def _side(name: str) -> ConfigRule:
     return ConfigRule(("model_type", *names), complaint)
 
 
+_SHORTEST = 3
+
+
 def _cut_sides(config: Config) -> str | None:
     model = config.model
     if not model.has_encoder:
@@ -59,6 +62,11 @@ def _cut_sides(config: Config) -> str | None:
     of = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if config.parallel.sequence_parallel else 1)
     for name in SIDES["seq_length"]:
         length = getattr(model, name)
+        if length is not None and length < _SHORTEST:
+            return (
+                f"{name}={length} has no room for a text of two tokens with a sentinel and an end; use "
+                f"{FIELDS[name].flag} {_SHORTEST} or more"
+            )
         if length is not None and length % of:
             return (
                 f"{name}={length} must be divisible by {of}, as context_parallel_size={layout.cp} and sequence "
