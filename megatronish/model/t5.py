@@ -55,10 +55,11 @@ class StreamContext(Context):
     rows: tuple[int, int] = (0, 0)
     text: Tensor | None = None
     biases: tuple[RelativeBias, RelativeBias] = ()  # type: ignore[assignment]
+    stream: "StreamContext | None" = None  # of one side, that of both
 
     def of_side(self, side: int) -> "StreamContext":
         """What a sublayer on one side's rows is given: the positions of these rows."""
-        return replace(self, positions=self.positions.split(self.rows)[side])
+        return replace(self, positions=self.positions.split(self.rows)[side], stream=self)
 
 
 class BiasedAttention(nn.Module):
@@ -107,7 +108,8 @@ class BiasedAttention(nn.Module):
             k, v = (k, v) if cache is None else cache.extended(k, v, layer=self.layer)
         else:
             (q,) = to_heads(self._heads(self.q(x, drop=context), "q"), cp)
-            k, v = to_heads(self._heads(self.kv(memory, drop=context), "k", "v"), cp)
+            assert context.stream is not None
+            k, v = to_heads(self._heads(self.kv(memory, drop=context.stream.of_side(0)), "k", "v"), cp)
             shown = context.places[0]
             k, v = (k, v) if cache is None else cache.of_encoder(k, v, layer=self.layer)
         asked = context.places[side][-q.shape[0] :]  # in generation keys of tokens before are in the cache

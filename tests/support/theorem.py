@@ -218,7 +218,8 @@ def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatc
 
         def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
             batch = hide(samples, sample_ids)
-            return batch if problem.documents else replace(batch, document_ids=None)  # which sees its filler
+            # Without documents the encoder sees its filler.
+            return batch if problem.documents else replace(batch, document_ids=None).with_encoder(encoder)
 
     elif not problem.model.is_causal:
         dataset = Pairs(problem.seq_length, filled=problem.documents)
