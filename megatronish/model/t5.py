@@ -59,7 +59,10 @@ class StreamContext(Context):
 
     def of_side(self, side: int) -> "StreamContext":
         """What a sublayer on one side's rows is given: the positions of these rows."""
-        return replace(self, positions=self.positions.split(self.rows)[side], stream=self)
+        dropout, tokens = self.dropout, self.batch.sides
+        if dropout is not None and dropout.all_positions is not None:
+            dropout = replace(dropout, all_positions=dropout.all_positions.split(tokens)[side])
+        return replace(self, positions=self.positions.split(self.rows)[side], dropout=dropout, stream=self)
 
 
 class BiasedAttention(nn.Module):

@@ -213,7 +213,8 @@ def adapted_problem_of(layout: Layout, chosen: Chosen) -> Problem:
         adapter = replace(adapter, lora_dropout=chosen["dropout"])
     model = problem.model
     if adapter.quantize_base is not None:
-        model = replace(model, hidden_size=64, kv_channels=64, ffn_hidden_size=64 * layout.tp, init_method_std=0.1)
+        std = 0.05 if model.has_encoder else 0.1  # a T5 does not scale its scores: larger ones choose one key alone
+        model = replace(model, hidden_size=64, kv_channels=64, ffn_hidden_size=64 * layout.tp, init_method_std=std)
     return replace(problem, model=model, adapter=adapter)
 
 

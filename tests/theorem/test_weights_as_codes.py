@@ -52,8 +52,12 @@ MEETING = ("zero", "overlap", "offload", "on_disk", "copies", "tied", "schedule"
 
 
 def choices_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    """What each feature may be in this layout; `kept`: neighbours keep what ZeRO-3 has gathered (hpZ)."""
-    return choices(layout) | {"kept": (False, True) if layout.dp * layout.cp >= 4 else (False,)}
+    """What each feature may be in this layout; `kept`: neighbours keep what ZeRO-3 has gathered (hpZ).
+
+    Muon is left out: what it makes of rounding is enough for one of thousands of codes to become its neighbour.
+    """
+    of_layout = {"kept": (False, True) if layout.dp * layout.cp >= 4 else (False,), "optimizer": ("adam",)}
+    return choices(layout) | of_layout
 
 
 CHOICES = [choices_of(layout) for layout in LAYOUTS]
