@@ -40,7 +40,9 @@ def choices_of_experts(layout: Layout) -> dict[str, tuple[Any, ...]]:
     `ep`: one rank, or the fewest or the most that the layout can have.
     """
     many = ranks_of_stage(layout) > 1
-    return choices(layout) | {
+    of_layout = choices(layout)
+    return of_layout | {
+        "family": tuple(family for family in of_layout["family"] if family != "t5"),  # which has no experts
         "experts": tuple(EXPERTS),
         "ep": ("one", "fewest", "most") if many else ("one",),
         "etp": ("one", "tp") if layout.tp > 1 else ("one",),
