@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatronish.core.errors import UserError
+from megatronish.core.files import refuse_input_as_output
 from megatronish.data.encoding import Encoder, EncodingJob, encode_all, signals_held
 from megatronish.data.indexed import IndexedWriter, token_dtype
 from megatronish.data.inputs import input_files, listed, text_format_of
@@ -67,6 +68,10 @@ def preprocess(
     """
     files = input_files(inputs)
     _check(json_keys=json_keys, workers=workers, max_bad_fraction=max_bad_fraction)
+    names = [output_name(output_prefix, key, split_sentences=split_sentences) for key in json_keys]
+    for name in names:
+        for suffix in (".bin", ".idx"):
+            refuse_input_as_output("--output-prefix", Path(name + suffix), files)
     own_tokenizer = tokenizer()
     job = EncodingJob(tokenizer, tuple(json_keys), append_eod, split_sentences)
     summary, start = Summary(), time.monotonic()
@@ -74,7 +79,6 @@ def preprocess(
     with ExitStack() as stack:
         dtype = token_dtype(own_tokenizer.vocab_size)
         with signals_held():  # between a file and the note that it must be deleted
-            names = [output_name(output_prefix, key, split_sentences=split_sentences) for key in json_keys]
             writers = [stack.enter_context(_open_writer(name, output_prefix, dtype=dtype)) for name in names]
         for encoded in stack.enter_context(closing(encode_all(batches, job, own_tokenizer, workers=workers))):
             for message in encoded.bad_lines:

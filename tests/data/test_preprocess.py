@@ -196,6 +196,14 @@ def test_a_key_that_would_name_files_of_another_folder_is_refused(tmp_path: Path
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_an_input_that_would_be_written_over_is_refused(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "p_text_document.bin", ["ab"])
+    before = source.read_bytes()
+    with pytest.raises(UserError, match=r"--output-prefix \S+p_text_document.bin is a file that is read; choose"):
+        preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer)
+    assert source.read_bytes() == before
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", "{\n"])
 def test_an_input_without_a_document_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.jsonl").write_text(content)

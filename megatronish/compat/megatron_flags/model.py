@@ -230,7 +230,8 @@ RECOMPUTE: dict[str, Known] = {
 FUSION: dict[str, Known] = {
     "no-masked-softmax-fusion": idle("the softmax is fused with --attention-backend auto or fused_softmax alone"),
     **all_idle(
-        "--attention-backend auto takes it; with attention dropout attention is computed block by block",
+        "--attention-backend auto takes it; with attention dropout attention is computed block by block, and a T5's, "
+        "whose bias learns, without it",
         switches="use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder",
     ),
     **all_idle(
