@@ -299,45 +299,52 @@ def _next(left: deque[Task]) -> Task | None:
 
 
 def run_all(tasks: Sequence[Task], keep: Callable[[Any], None], *, parallel: int, ended: threading.Event) -> None:
-    """Run the tasks in threads, and call `keep` here with all that they emit.
+    """Run the tasks in threads, and call `keep` here with all that they emit; a thread goes on when it has been kept.
 
-    After the first error no task begins; what the running ones emit is kept, and then the error is raised. Ctrl-C keeps
+    So a kill loses what is under way, and nothing that waits for the disk. After the first error no task begins; what the running ones emit is kept, and then the error is raised. Ctrl-C keeps
     what has arrived and waits for nothing: threads that wait for a server end with the process.
     """
     left = deque(tasks)
-    arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[tuple[Any, threading.Event]] = queue.SimpleQueue()
+
+    def emit(found: Any) -> None:
+        is_kept = threading.Event()
+        arrived.put((found, is_kept))
+        is_kept.wait()
 
     def work() -> None:
         try:
             while not ended.is_set() and (task := _next(left)) is not None:
-                task(arrived.put)
+                task(emit)
         except AbandonedError:
             pass
         except BaseException as error:
-            arrived.put(error)
+            emit(error)
         finally:
-            arrived.put(_END)
+            emit(_END)
 
     running, failure = min(parallel, len(tasks)), None
     for _ in range(running):
         threading.Thread(target=work, daemon=True).start()
     try:
         while running:
-            found = arrived.get()
+            found, is_kept = arrived.get()
             if found is _END:
                 running -= 1
-                continue
             try:
                 if isinstance(found, BaseException):
                     raise found
-                keep(found)
+                if found is not _END:
+                    keep(found)
             except Exception as error:
                 failure = failure or error
                 ended.set()
+            is_kept.set()
     except KeyboardInterrupt:
         ended.set()
         while not arrived.empty():
-            if isinstance(found := arrived.get(), _Recorded):
+            found, _ = arrived.get()
+            if isinstance(found, _Recorded):
                 keep(found)
         raise
     if failure is not None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -167,8 +168,10 @@ def test_three_models_are_compared_in_all_pairs(questions: Path) -> None:
     assert len(server.asked) == 3 * NUM_TURNS + NUM_TURNS  # all said the same: one verdict about each turn is for all
 
 
-def killed(flags: list[str], *, after: Path, num_lines: int, by: signal.Signals) -> tuple[int, str]:
-    """Status and errors of a command that gets a signal when it has written so many lines."""
+def killed(
+    flags: list[str], *, after: Path, num_lines: int, by: signal.Signals, then: Callable[[], None]
+) -> tuple[int, str]:
+    """Status and errors of a command that gets a signal when it has written so many lines; `then` follows at once."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "megatronish", "judge", *flags]
     how: dict[str, Any] = {"env": environment, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -181,6 +184,7 @@ def killed(flags: list[str], *, after: Path, num_lines: int, by: signal.Signals)
             assert time.monotonic() < deadline and job.poll() is None
             time.sleep(0.01)
         job.send_signal(by)
+        then()
         return job.wait(30), job.stderr.read()
 
 
@@ -192,14 +196,19 @@ def killed(flags: list[str], *, after: Path, num_lines: int, by: signal.Signals)
 def test_what_was_answered_is_asked_once_though_the_command_was_killed(
     questions: Path, by: signal.Signals, name: str, num_lines: int
 ) -> None:
-    def slow(body: Body) -> str | Reply:
-        time.sleep(0.1)
+    released, kind = threading.Event(), "judge" if name == "judgements" else "good"
+    count = itertools.count(1)
+
+    def held(body: Body) -> str | Reply:
+        """Answers to the first requests, and to the others once the command is gone: it is killed on its way."""
+        if body["model"] == kind and next(count) > num_lines:
+            released.wait()
         return answer(body)
 
     path = questions.parent / "out" / f"{name}.jsonl"
-    with chat_server(slow) as server:
+    with chat_server(held) as server:
         flags = flags_of(server, questions, "--parallel", "2")
-        status, said = killed(flags, after=path, num_lines=num_lines, by=by)
+        status, said = killed(flags, after=path, num_lines=num_lines, by=by, then=released.set)
         assert status == (-signal.SIGKILL if by == signal.SIGKILL else 130)
         assert said.splitlines()[-1:] == ([] if by == signal.SIGKILL else ["interrupted"])
         kept = lines_of_whole(path)
