@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatronish.attention.block_sparse import block_attention
+from megatronish.attention.flash import attend_alone
 from megatronish.attention.mask import AttentionMask
 from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import AttentionCore
@@ -57,8 +57,8 @@ def by_sdpa(mask: AttentionMask | None) -> Attend:
 
 
 def by_blocks(mask: AttentionMask) -> Attend:
-    """The way of attention/block_sparse.py."""
-    return lambda q, k, v: block_attention(q, k, v, mask=mask)
+    """The way of attention/windowed.py or block_sparse.py."""
+    return lambda q, k, v: attend_alone(q, k, v, mask=mask)
 
 
 def seconds_of(attend: Attend, tensors: Sequence[Tensor], dout: Tensor) -> float:

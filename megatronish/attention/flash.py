@@ -37,6 +37,7 @@ from megatronish.attention.dropout_attention import dropped_attention
 from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.mask import BLOCK, AttentionMask, slopes_on
 from megatronish.attention.sinks import sink_attention
+from megatronish.attention.windowed import is_windowed, windowed_attention
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.ops.compiled import compile_function
 from megatronish.ops.dropout import ProbabilityDropout
@@ -78,6 +79,9 @@ def attend_alone(
     """
     explicit = backend in ("fused_softmax", "unfused")
     has_blocks = mask.pattern is not None if dropout is not None else runs_by_blocks(mask, q.device)
+    if has_blocks and not explicit and dropout is None and sinks is None and is_windowed(mask, q):
+        assert mask.window_size is not None
+        return windowed_attention(q, k, v, window=mask.window_size)
     if has_blocks and not explicit:
         return block_attention(q, k, v, mask=mask, first_head=first_head, dropout=dropout, sinks=sinks)
     if dropout is not None and not explicit:

@@ -37,6 +37,7 @@ from theorem_cases import (
     spread_of,
 )
 
+from megatronish.attention.windowed import LEAST_WINDOW
 from megatronish.core.layout import Layout
 
 
@@ -93,6 +94,23 @@ def test_positions_that_hold_the_embedding_or_the_head_alone_train_the_same_mode
     chosen = plain | {"schedule": schedule, "num_microbatches": 4, "dropout": 0.1, "split": "ends"} | others
     problem = problem_of(layout, chosen)
     problem = replace(problem, model=replace(problem.model, num_layers=layout.pp * CHUNKS[schedule] - 2))
+    assert_equal_to_serial(problem, spread_of(layout, chosen))
+
+
+BANDS = [
+    (Layout(tp=2, cp=2), {"family": "qwen", "cp_comm_type": "a2a", "sequence_parallel": True}),
+    (Layout(dp=2, pp=2), {"family": "llama", "schedule": "zb-h1", "recompute": "selective", "num_microbatches": 4}),
+]
+
+
+@pytest.mark.parametrize(("layout", "others"), BANDS)
+def test_windows_that_are_computed_in_bands_train_the_same_model(layout: Layout, others: Chosen) -> None:
+    """Windows of 70 of 160 tokens: those of the other cases are too short for it."""
+    plain = {feature: values[0] for feature, values in choices(layout).items()}
+    chosen = plain | {"sight": "window", "dropout": 0.0} | others
+    problem = problem_of(layout, chosen)
+    assert problem.model.window_size is not None
+    problem = replace(problem, seq_length=160, model=replace(problem.model, window_size=LEAST_WINDOW + 6))
     assert_equal_to_serial(problem, spread_of(layout, chosen))
 
 
