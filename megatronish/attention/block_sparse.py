@@ -27,7 +27,7 @@ from megatronish.attention import tile
 from megatronish.attention.dropout_attention import dropped_tile
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.operations import TileMask
-from megatronish.attention.sinks import absorb, gradient_of_sinks
+from megatronish.attention.sinks import gradient_of_sinks, kept
 from megatronish.ops.dropout import DroppedTile, ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
 
@@ -182,12 +182,8 @@ class _BlockAttention(torch.autograd.Function):
                 out[:, :, block.queries], lse[:, :, block.queries] = new
             else:
                 tile.merge(out[:, :, block.queries], lse[:, :, block.queries], *new)
-        if sinks is not None:
-            absorb(out, lse, sinks)
-        result = merged.to(q.dtype).flatten(2)
         ctx.plan = plan
-        ctx.save_for_backward(q, k, v, sinks, result, lse)
-        return result
+        return kept(ctx, (q, k, v, sinks), out, lse, result=merged.flatten(2))
 
     @staticmethod
     @once_differentiable
