@@ -36,6 +36,7 @@ ROWS = (
         "parallel.streams",
         "specs",
     ),
+    ("parallel.stages",),
     ("tokenizer.control_tokens", "tokenizer.tiktoken_file", "tokenizer.tokenizer", "tokenizer.trial"),
     ("ops", "estimate.costs"),
     ("layers", "attention"),

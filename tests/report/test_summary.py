@@ -7,6 +7,7 @@ import pytest
 from jobs import tiny
 
 from megatronish.config.read import read_config
+from megatronish.estimate.costs.layout_costs import LayoutCosts
 from megatronish.ops.native import Native
 from megatronish.report.first_lines import first_lines
 
@@ -18,7 +19,8 @@ NONE = f"{NO_DROPOUT} --hidden-dropout 0"
 
 def lines_of(flags: str) -> str:
     config, notes = read_config(tiny(Path("never-written"), flags))
-    return first_lines(config, vocab_size=101, device="cpu", notes=notes)
+    costs = LayoutCosts.of(config, vocab_size=101, device="cpu", kernels=True)
+    return first_lines(config, costs, device="cpu", notes=notes)
 
 
 @pytest.mark.parametrize(
