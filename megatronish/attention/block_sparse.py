@@ -39,11 +39,6 @@ several rows at a time.
 """
 
 
-def runs_by_blocks(mask: AttentionMask, device: torch.device) -> bool:
-    """Whether attention without dropout is computed here: sparse, on a CPU, and not token by token."""
-    return device.type == "cpu" and mask.is_sparse and not mask.in_generation
-
-
 def block_attention(
     q: Tensor,
     k: Tensor,

@@ -57,7 +57,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.is_post_norm = config, layer, config.is_post_norm
         spec = layer_specs(config)[layer]
         # Residual outputs start smaller, so that their sum over the depth does not grow (Radford et al. 2019).
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
@@ -75,7 +75,7 @@ class TransformerBlock(nn.Module):
 
         Post-norm: norm(x + attention(x)), then norm(x + MLP(x)).
         """
-        if self.config.is_post_norm:
+        if self.is_post_norm:
             return self._normalised_after(x, context)
         rate = self.config.hidden_dropout
         attended = self.attention(self.attention_norm(x), context)
