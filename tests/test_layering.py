@@ -67,7 +67,6 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "checkpoint/",
     "estimate/links/",
     "parallel/data_parallel/fully_sharded.py",
-    "parallel/data_parallel/rows_on_disk.py",
     "parallel/data_parallel/units.py",
     "dry_run/",
 )

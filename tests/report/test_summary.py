@@ -92,7 +92,7 @@ def test_an_activation_without_a_kernel_is_told(flags: str, told: str) -> None:
 
 
 def test_dropout_is_told_where_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronish.ops.dropout_on_cpu.native", lambda: Native(None, "there is no C++ compiler here"))
+    monkeypatch.setattr("megatronish.ops.native.native", lambda: Native(None, "there is no C++ compiler here"))
     for flags in ("", NO_DROPOUT, "--hidden-dropout 0"):
         assert "; dropout by torch, because there is no C++ compiler here\n" in lines_of(flags)
     assert "dropout" not in lines_of(NONE).partition("fused operations")[2].partition("\n")[0]
