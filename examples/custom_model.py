@@ -26,7 +26,6 @@ from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.engine.build import build_engine
-from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import format_bytes
 from megatronish.estimate.costs.parameters import num_parameters
@@ -37,9 +36,10 @@ from megatronish.layers.norm import Norm
 from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
 from megatronish.parallel.mesh import Mesh, TensorParallel, leave
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.stages import Stages
 from megatronish.plugins import register_block
 from megatronish.specs.costs import Count, LayerCost, LinearShape, NormShape
+from megatronish.specs.flops import model_flops_per_token
 from megatronish.specs.layers import LayerSpec
 
 # The config, by sections, whose fields are those of the flags: how many ranks, which model, how large a batch is.

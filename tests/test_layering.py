@@ -36,6 +36,7 @@ ROWS = (
         "parallel.streams",
         "specs",
     ),
+    ("parallel.stages",),
     ("tokenizer.control_tokens", "tokenizer.tiktoken_file", "tokenizer.tokenizer", "tokenizer.trial"),
     ("ops", "estimate.costs"),
     ("layers", "attention"),
@@ -66,7 +67,6 @@ MAY_USE_TORCH_DISTRIBUTED = (
     "checkpoint/",
     "estimate/links/",
     "parallel/data_parallel/fully_sharded.py",
-    "parallel/data_parallel/rows_on_disk.py",
     "parallel/data_parallel/units.py",
     "dry_run/",
 )

@@ -34,13 +34,13 @@ from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.engine import build
 from megatronish.estimate.costs.devices import peak_tflops
-from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel.data_parallel import zero
 from megatronish.parallel.mesh import Mesh
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import Sharding
+from megatronish.parallel.stages import Stages
+from megatronish.specs.flops import model_flops_per_token
 
 MODELS = {
     "124m": Shape(12, 768, 12, 1024, 16, 50304, 3072),

@@ -27,7 +27,7 @@ from megatronish.attention import tile
 from megatronish.attention.dropout_attention import dropped_tile
 from megatronish.attention.mask import AttentionMask
 from megatronish.attention.operations import TileMask
-from megatronish.attention.sinks import absorb, gradient_of_sinks
+from megatronish.attention.sinks import gradient_of_sinks, kept
 from megatronish.ops.dropout import DroppedTile, ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
 
@@ -37,11 +37,6 @@ QUERIES, LONG_QUERIES, LONG_WINDOW = 64, 192, 256
 A score takes 16 ns there in the place of 20, but more scores are masked. Patterns of smaller blocks are computed
 several rows at a time.
 """
-
-
-def runs_by_blocks(mask: AttentionMask, device: torch.device) -> bool:
-    """Whether attention without dropout is computed here: sparse, on a CPU, and not token by token."""
-    return device.type == "cpu" and mask.is_sparse and not mask.in_generation
 
 
 def block_attention(
@@ -182,12 +177,8 @@ class _BlockAttention(torch.autograd.Function):
                 out[:, :, block.queries], lse[:, :, block.queries] = new
             else:
                 tile.merge(out[:, :, block.queries], lse[:, :, block.queries], *new)
-        if sinks is not None:
-            absorb(out, lse, sinks)
-        result = merged.to(q.dtype).flatten(2)
         ctx.plan = plan
-        ctx.save_for_backward(q, k, v, sinks, result, lse)
-        return result
+        return kept(ctx, (q, k, v, sinks), out, lse, result=merged.flatten(2))
 
     @staticmethod
     @once_differentiable

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from megatronish.attention.block_sparse import block_attention, runs_by_blocks
+from megatronish.attention.block_sparse import block_attention
 from megatronish.attention.dropout_attention import dropped_attention
 from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.mask import BLOCK, AttentionMask, slopes_on
@@ -78,7 +78,7 @@ def attend_alone(
     block.
     """
     explicit = backend in ("fused_softmax", "unfused")
-    has_blocks = mask.pattern is not None if dropout is not None else runs_by_blocks(mask, q.device)
+    has_blocks = mask.pattern is not None if dropout is not None else mask.runs_by_blocks(q.device)
     if has_blocks and not explicit and dropout is None and sinks is None and is_windowed(mask, q):
         assert mask.window_size is not None
         return windowed_attention(q, k, v, window=mask.window_size)

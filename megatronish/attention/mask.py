@@ -82,6 +82,10 @@ class AttentionMask:
         """Whether order alone says what a token sees: no ALiBi, no documents, and nothing sparse."""
         return not self.slopes and self.document_ids is None and not self.is_sparse
 
+    def runs_by_blocks(self, device: torch.device) -> bool:
+        """Whether block_sparse.py computes attention without dropout: sparse, on a CPU, and not token by token."""
+        return device.type == "cpu" and self.is_sparse and not self.in_generation
+
     @property
     def is_sparse(self) -> bool:
         """Whether there is a window shorter than the sequence, or a pattern that hides a block of it."""

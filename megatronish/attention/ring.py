@@ -29,7 +29,7 @@ from megatronish.attention import tile
 from megatronish.attention.dropout_attention import dropped_tile
 from megatronish.attention.mask import AttentionMask, BlockMask
 from megatronish.attention.operations import TileMask
-from megatronish.attention.sinks import absorb, gradient_of_sinks
+from megatronish.attention.sinks import gradient_of_sinks, kept
 from megatronish.attention.zigzag import chunks_of, places_of
 from megatronish.ops.dropout import DroppedTile, ProbabilityDropout
 from megatronish.ops.library import accumulation_dtype
@@ -174,13 +174,8 @@ class _RingAttention(torch.autograd.Function):
                 new = tile.forward(queries[:, :, rows], *block[..., columns, :], tile_mask=tile_mask)
                 tile.merge(out[:, :, rows], lse[:, :, rows], *new)
         # Last and once: a sink is a term of the softmax's sum, and no key of any block.
-        if sinks is not None:
-            absorb(out, lse, sinks)
-        result = merged.to(q.dtype).flatten(2)
         ctx.plan = plan
-        # The result itself is saved, which the output projection saves too, and not the fp32 it was rounded from.
-        ctx.save_for_backward(q, k, v, sinks, result, lse)
-        return result
+        return kept(ctx, (q, k, v, sinks), out, lse, result=merged.flatten(2))
 
     @staticmethod
     @once_differentiable

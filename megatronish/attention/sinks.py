@@ -34,6 +34,22 @@ def absorb(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, logits))
 
 
+def kept(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], out: Tensor, lse: Tensor, *, result: Tensor
+) -> Tensor:
+    """End of a forward of q, k, v and sinks: `result`, a view of `out`, with the sinks and in the queries' precision.
+
+    The rounded result is saved for the backward, which the output projection saves too, and not what it was rounded
+    from.
+    """
+    *_, sinks = inputs
+    if sinks is not None:
+        absorb(out, lse, sinks)
+    rounded = result.to(inputs[0].dtype)
+    ctx.save_for_backward(*inputs, rounded, lse)
+    return rounded
+
+
 def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """[n]; the output and its gradient are [B, n, q, H], and the log-sum-exp [B, n, q] has the sinks in it."""
     probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
@@ -55,11 +71,8 @@ class _SinkAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, tile_mask: TileMask) -> Tensor:
         out, lse = tile.forward(q, k, v, tile_mask=tile_mask)
         out, lse = out.to(accumulation_dtype(out.dtype), copy=True), lse.clone()
-        absorb(out, lse, sinks)
-        result = out.to(q.dtype)
         ctx.tile_mask = tile_mask
-        ctx.save_for_backward(q, k, v, sinks, result, lse)
-        return result
+        return kept(ctx, (q, k, v, sinks), out, lse, result=out)
 
     @staticmethod
     @once_differentiable

@@ -44,6 +44,11 @@ class Config:
         return self.training.global_batch_size or self.training.micro_batch_size * self.layout.dp
 
     @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step on each data rank."""
+        return self.global_batch_size // (self.training.micro_batch_size * self.layout.dp)
+
+    @property
     def reference(self) -> ReferenceKind | None:
         """What the objective compares with; None for one that compares with no other model."""
         if not OBJECTIVE_NAMES[self.training.objective].has_reference:

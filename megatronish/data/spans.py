@@ -22,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatronish.config.config import Config
+from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.data.sample import Sample
 from megatronish.model.batch import MicroBatch
@@ -38,9 +40,9 @@ class SpanRule(NamedTuple):
     mean_length: float
 
     @classmethod
-    def of(cls, config: Config) -> "SpanRule":
+    def of(cls, data: DataConfig) -> "SpanRule":
         """As the flags say."""
-        return cls(config.data.mask_prob, config.data.mean_span_length)
+        return cls(data.mask_prob, data.mean_span_length)
 
     def hidden(self, length: int) -> "HiddenSpans":
         """Tokens that are hidden of a text of at least two tokens, and their spans."""
@@ -75,19 +77,19 @@ def text_length(rule: SpanRule, *, encoder_length: int, decoder_length: int) -> 
     )
 
 
-def sides_of(config: Config) -> tuple[int, int]:
+def sides_of(model: ModelConfig) -> tuple[int, int]:
     """Tokens of the encoder's and of the decoder's row of a sample."""
-    encoder, decoder = config.model.encoder_seq_length, config.model.decoder_seq_length
+    encoder, decoder = model.encoder_seq_length, model.decoder_seq_length
     assert encoder is not None and decoder is not None, "a T5 is trained with the lengths of its sides"
     return encoder, decoder
 
 
-def sample_length(config: Config) -> int:
+def sample_length(model: ModelConfig, data: DataConfig, *, seq_length: int) -> int:
     """Tokens of a text that a data set is asked for: as many as a row has, or those whose hidden spans fit two rows."""
-    if not config.model.has_encoder:
-        return config.training.seq_length
-    encoder, decoder = sides_of(config)
-    return text_length(SpanRule.of(config), encoder_length=encoder, decoder_length=decoder)
+    if not model.has_encoder:
+        return seq_length
+    encoder, decoder = sides_of(model)
+    return text_length(SpanRule.of(data), encoder_length=encoder, decoder_length=decoder)
 
 
 class SideRows(NamedTuple):
@@ -113,7 +115,7 @@ class SpanCollator:
     @classmethod
     def of(cls, config: Config, special: SpanTokens) -> "SpanCollator":
         """The rules that a config asks for; UserError where a text has more spans than there are sentinels."""
-        rule, (encoder, decoder) = SpanRule.of(config), sides_of(config)
+        rule, (encoder, decoder) = SpanRule.of(config.data), sides_of(config.model)
         length = text_length(rule, encoder_length=encoder, decoder_length=decoder)
         spans, most = rule.hidden(length).spans, len(special.sentinels)
         if spans > most:

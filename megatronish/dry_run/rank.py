@@ -42,8 +42,8 @@ from megatronish.ops.nf4 import table_on
 from megatronish.ops.report import FAMILIES
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, Mesh, leave
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.plan import Action
+from megatronish.parallel.stages import Stages
 from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.tokenizer.tokenizer import NullTokenizer
 from megatronish.train.checkpoint_state import num_not_finite, tensors_of
@@ -162,7 +162,7 @@ class PlannedRun(NamedTuple):
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of a rank in a step."""
-        return self.config.global_batch_size // (self.config.training.micro_batch_size * self.config.layout.dp)
+        return self.config.num_microbatches
 
     @property
     def rows_of_an_expert(self) -> int:
@@ -281,7 +281,8 @@ def made_up_batches(planned: PlannedRun, mesh: Mesh, num_microbatches: int) -> l
     eod = planned.vocab_size - 1
     tokenizer = NullTokenizer(planned.vocab_size)
     masks = None if config.model.is_causal else tokenizer.mask_tokens()
-    settings = DatasetSettings(sample_length(config), training.seed, planned.vocab_size, eod, masks=masks)
+    length = sample_length(config.model, config.data, seq_length=training.seq_length)
+    settings = DatasetSettings(length, training.seed, planned.vocab_size, eod, masks=masks)
     rows = Collator.of(config.data, eod=eod)
     collate: Collator | MaskedCollator | SpanCollator = rows
     if config.model.has_encoder:

@@ -52,8 +52,8 @@ from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.pipeline.cuda_graph import Record, ReplayingExecutor, record_on_cuda
 from megatronish.parallel.pipeline.executor import Boundary, Executor
 from megatronish.parallel.pipeline.stage import ModelStage, build_stage
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import Sharding, collect_shardings
+from megatronish.parallel.stages import Stages
 
 Trainable = Callable[[str, Sharding], bool]
 """Whether a parameter learns, by its name and what it is."""

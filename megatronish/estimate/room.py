@@ -20,14 +20,13 @@ from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
 from megatronish.core.aside import Aside
 from megatronish.core.errors import UserError
-from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.layout_costs import memory_of_stages
 from megatronish.estimate.costs.memory_table import Memory, format_bytes
 from megatronish.estimate.links.facts import available_memory, free_swap
 from megatronish.launch.place import place_from_environment
 from megatronish.ops.library import load_kernels
 from megatronish.parallel.all_or_none import all_or_none, from_all
 from megatronish.parallel.mesh import Mesh
-from megatronish.parallel.pipeline.stages import stage_loads
 from megatronish.specs.costs import DeviceType
 
 MARGIN = 1.1
@@ -153,8 +152,7 @@ def _claims(config: Config, everyone: Sequence[RankRoom], expected: Sequence[Mem
 
 
 def _expected(config: Config, vocab_size: int, device: DeviceType) -> list[Memory]:
-    loads = stage_loads(config, vocab_size)
-    return expected_memory(config, loads, vocab_size=vocab_size, device=device, kernels=load_kernels() is None)
+    return memory_of_stages(config, vocab_size=vocab_size, device=device, kernels=load_kernels() is None)
 
 
 def _remedy(config: Config, everyone: Sequence[RankRoom], vocab_size: int) -> str:

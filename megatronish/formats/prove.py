@@ -25,8 +25,8 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stage import build_stage
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import Piece
+from megatronish.parallel.stages import Stages
 from megatronish.parallel.streams import torch_stream
 
 BOUND = 1e-5

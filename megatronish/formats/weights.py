@@ -27,8 +27,8 @@ from megatronish.formats.tensor_rule import TensorRule
 from megatronish.parallel.all_or_none import from_all
 from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.pipeline.stage import build_stage
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import Sharding
+from megatronish.parallel.stages import Stages
 
 OF_TWO_MODELS = "its config and its weights are of two models, fetch both again"
 

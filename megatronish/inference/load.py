@@ -45,8 +45,8 @@ from megatronish.model.gpt import GPT
 from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stage import build_stage
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import Shard
+from megatronish.parallel.stages import Stages
 from megatronish.tokenizer.names import TokenizerType
 from megatronish.tokenizer.tokenizer import build_tokenizer
 from megatronish.train.checkpoint_state import base_tensors_of, tensors_of

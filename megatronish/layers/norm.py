@@ -5,10 +5,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatronish.config.sections.model import ModelConfig
 from megatronish.ops.library import accumulation_dtype
 from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatronish.parallel import comm
-from megatronish.parallel.mesh import Axis
+from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.parallel.sharding import Cut, Init, Role, Sharding
 
 
@@ -55,6 +56,17 @@ class Norm(nn.Module):
         if self.bias is not None:
             return add_layer_norm(x, y, self.weight, self.bias, epsilon=self.epsilon, one_plus=self.one_plus)
         return add_rms_norm(x, y, self.weight, epsilon=self.epsilon, one_plus=self.one_plus)
+
+
+def residual_norm(config: ModelConfig, *, tp: TensorParallel) -> Norm:
+    """Norm of a model's hidden states [S, B, D], of which a rank has S/tp rows under sequence parallelism."""
+    return Norm(
+        config.hidden_size,
+        kind=config.normalization,
+        epsilon=config.norm_epsilon,
+        partial=tp.cuts_sequence,
+        one_plus=config.apply_layernorm_1p,
+    )
 
 
 class AllHeadsNorm(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import WholeLinear
-from megatronish.layers.norm import Norm
+from megatronish.layers.norm import Norm, residual_norm
 from megatronish.layers.vocabulary import PositionEmbedding, VocabParallelEmbedding
 from megatronish.model.batch import MicroBatch
 from megatronish.model.context import Context
@@ -96,11 +96,11 @@ class Bert(GPT):
         if self.is_first:
             std = config.init_method_std
             types = PositionEmbedding(config.num_token_types, config.hidden_size, tp=self.tp, init_std=std)
-            norm = self._make_norm()
+            norm = residual_norm(self.config, tp=self.tp)
         return BertEmbedding(config, tokens=tokens, norm=norm, positions=positions, types=types)
 
     def _make_end(self) -> None:
-        self.transform = MaskedTokenTransform(self.config, tp=self.tp, norm=self._make_norm())
+        self.transform = MaskedTokenTransform(self.config, tp=self.tp, norm=residual_norm(self.config, tp=self.tp))
         self.head = self._make_output_layer(bias=True)
         self.sentence = SentenceHead(self.config, tp=self.tp) if self.config.has_binary_head else None
 

@@ -21,7 +21,7 @@ from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.layers.dropout import Dropout
 from megatronish.layers.linear import deferrable_weights
-from megatronish.layers.norm import Norm
+from megatronish.layers.norm import Norm, residual_norm
 from megatronish.layers.router import Balance, Router
 from megatronish.layers.vocabulary import (
     OutputLayer,
@@ -39,7 +39,7 @@ from megatronish.model.recompute import Recompute, recompute
 from megatronish.model.rope import RotaryEmbedding
 from megatronish.model.routing import Tally
 from megatronish.parallel.mesh import Axis, TensorParallel
-from megatronish.specs.layers import ExpertsSpec, layer_specs
+from megatronish.specs.layers import layer_specs
 from megatronish.watch.record import RankRecord
 
 
@@ -57,23 +57,15 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.is_post_norm = config, layer, config.is_post_norm
         spec = layer_specs(config)[layer]
-        make_norm = partial(
-            Norm,
-            config.hidden_size,
-            kind=config.normalization,
-            epsilon=config.norm_epsilon,
-            partial=tp.cuts_sequence,
-            one_plus=config.apply_layernorm_1p,
-        )
         # Residual outputs start smaller, so that their sum over the depth does not grow (Radford et al. 2019).
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
-        self.attention_norm = make_norm()
+        self.attention_norm = residual_norm(config, tp=tp)
         self.attention = Attention(config, spec.attention, layer=layer, tp=tp, core=core, output_std=output_std)
-        self.mlp_norm = make_norm()
+        self.mlp_norm = residual_norm(config, tp=tp)
         self.mlp: MLP | MixtureOfExperts
-        if isinstance(spec.mlp, ExpertsSpec):
+        if spec.mlp.kind == "experts":
             self.mlp = MixtureOfExperts(config, spec.mlp, layer=layer, tp=tp, output_std=output_std)
         else:
             self.mlp = MLP(config, spec.mlp, tp=tp, output_std=output_std)
@@ -83,7 +75,7 @@ class TransformerBlock(nn.Module):
 
         Post-norm: norm(x + attention(x)), then norm(x + MLP(x)).
         """
-        if self.config.is_post_norm:
+        if self.is_post_norm:
             return self._normalised_after(x, context)
         rate = self.config.hidden_dropout
         attended = self.attention(self.attention_norm(x), context)
@@ -229,7 +221,7 @@ class GPT(nn.Module):
 
     def _make_end(self) -> None:
         """What follows the last layer."""
-        self.final_norm = self._make_norm()
+        self.final_norm = residual_norm(self.config, tp=self.tp)
         self.head = self._make_output_layer()
 
     def _make_embedding(self, num_positions: int) -> Embedding:
@@ -242,24 +234,13 @@ class GPT(nn.Module):
         positions = None
         if self.is_first and config.position_embedding_type == "learned_absolute":
             positions = PositionEmbedding(num_positions, config.hidden_size, tp=tp, init_std=std)
-        norm = self._make_norm() if self.is_first and config.embed_layernorm else None
+        norm = residual_norm(config, tp=tp) if self.is_first and config.embed_layernorm else None
         return self._new_embedding(tokens, norm, positions)
 
     def _new_embedding(
         self, tokens: VocabParallelEmbedding, norm: Norm | None, positions: PositionEmbedding | None
     ) -> Embedding:
         return Embedding(self.config, tokens=tokens, norm=norm, positions=positions)
-
-    def _make_norm(self) -> Norm:
-        """Norm over the residual stream."""
-        config = self.config
-        return Norm(
-            config.hidden_size,
-            kind=config.normalization,
-            epsilon=config.norm_epsilon,
-            partial=self.tp.cuts_sequence,
-            one_plus=config.apply_layernorm_1p,
-        )
 
     def _make_output_layer(self, *, bias: bool = False) -> OutputLayer | TiedOutputLayer:
         config, tp, std = self.config, self.tp, self.config.init_method_std

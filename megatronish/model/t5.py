@@ -21,7 +21,7 @@ from megatronish.attention.biased import biased_attention
 from megatronish.attention.cached import KeyValueCache
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatronish.layers.norm import Norm
+from megatronish.layers.norm import Norm, residual_norm
 from megatronish.layers.relative_bias import RelativeBias
 from megatronish.layers.vocabulary import (
     PositionEmbedding,
@@ -38,7 +38,7 @@ from megatronish.model.routing import Tally
 from megatronish.parallel.mesh import TensorParallel
 from megatronish.parallel.ranges import ATTENTION, marked
 from megatronish.specs.attention import BiasedAttentionSpec
-from megatronish.specs.layers import MLPSpec, SideSpec, layer_specs
+from megatronish.specs.layers import t5_layers
 
 
 @dataclass(frozen=True)
@@ -142,28 +142,18 @@ class SideBlock(nn.Module):
     def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
         super().__init__()
         self.config = config
-        spec = layer_specs(config)[layer]
-        assert isinstance(spec, SideSpec) and isinstance(spec.attention, BiasedAttentionSpec)
-        assert isinstance(spec.mlp, MLPSpec), "experts of one side are refused"
+        spec = t5_layers(config)[layer]
         self.side = int(spec.cross is not None)
-        make_norm = partial(
-            Norm,
-            config.hidden_size,
-            kind=config.normalization,
-            epsilon=config.norm_epsilon,
-            partial=tp.cuts_sequence,
-            one_plus=config.apply_layernorm_1p,
-        )
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
         make_attention = partial(BiasedAttention, config, layer=layer, tp=tp, core=core, output_std=output_std)
-        self.attention_norm = make_norm()
+        self.attention_norm = residual_norm(config, tp=tp)
         self.attention = make_attention(spec.attention)
         if spec.cross is not None:
-            self.cross_attention_norm = make_norm()
+            self.cross_attention_norm = residual_norm(config, tp=tp)
             self.cross_attention = make_attention(spec.cross)
-        self.mlp_norm = make_norm()
+        self.mlp_norm = residual_norm(config, tp=tp)
         self.mlp = MLP(config, spec.mlp, tp=tp, output_std=output_std)
-        self.final_norm = make_norm() if spec.ends_encoder else None
+        self.final_norm = residual_norm(config, tp=tp) if spec.ends_encoder else None
 
     def forward(self, x: Tensor, context: StreamContext) -> Tensor:
         """x + sublayer(norm(x)) for each sublayer, on the rows of this layer's side."""

@@ -11,7 +11,7 @@ again. The keys are a tensor, so no value of a step is copied to the host.
 (attention/dropout_attention.py). Which keys a query sees follows from positions, window and documents: no dense mask. A
 tile that is not `causal` has no window: a query sees the keys after it, too.
 
-On the CPU they run in C++ where it could be built (dropout_on_cpu.py); there `dropout_add` has its reference's bits.
+On the CPU they run in C++ where it could be built (native.py); there `dropout_add` has its reference's bits.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatronish.ops import dropout_on_cpu as cpp
+from megatronish.ops import native as cpp
 from megatronish.ops.library import Operator, OperatorFamily, define
 from megatronish.parallel.streams import drop_threshold, keep_mask
 

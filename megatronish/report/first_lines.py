@@ -1,26 +1,18 @@
 """First lines of a run: layout, device, model, FLOPs and expected memory, printed before anything is allocated."""
 
 import platform
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from megatronish.config.config import Config
 from megatronish.config.hub import name_of
+from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import without_passwords
-from megatronish.estimate.costs.flops import model_flops_per_token
-from megatronish.estimate.costs.memory import bytes_of_uneven_load, expected_memory
+from megatronish.estimate.costs.layout_costs import LayoutCosts
 from megatronish.estimate.costs.memory_table import format_bytes, memory_table
-from megatronish.estimate.costs.outer_traffic import bytes_to_islands
-from megatronish.estimate.costs.parameters import (
-    num_active_parameters,
-    num_parameters,
-    parameters_of_adapter,
-    parameters_of_stage,
-)
-from megatronish.estimate.costs.traffic import why_no_traffic
+from megatronish.estimate.costs.parameters import parameters_of_adapter
 from megatronish.estimate.planner.disk_room import disk_lines
 from megatronish.estimate.room import note_on_room
 from megatronish.formats.load_sharded import open_hf
@@ -30,12 +22,9 @@ from megatronish.model.compiled import why_not_compiled
 from megatronish.ops.library import load_kernels
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
-from megatronish.parallel.pipeline.stages import Stages
-from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.specs.adapter_targets import adapted_sections
 from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import DeviceType
-from megatronish.specs.layers import layer_specs
 from megatronish.tokenizer.tokenizer import build_tokenizer
 
 OVER_CP = {
@@ -62,71 +51,69 @@ def dry_run(config: Config, notes: Sequence[str]) -> int:
     own_notes += [] if note is None else [note]
     epochs = config.training.num_epochs
     length = None if epochs is None else f"num_epochs={epochs:g}: the steps are counted when a run opens its data"
-    print(first_lines(config, vocab_size=vocab_size, device=name, notes=own_notes, length=length))
+    device_type: DeviceType = "cuda" if uses_cuda else "cpu"
+    costs = LayoutCosts.of(config, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
+    print(first_lines(config, costs, device=name, notes=own_notes, length=length))
     return 0
 
 
 def first_lines(
-    config: Config, *, vocab_size: int, device: str, notes: Sequence[str] = (), length: str | None = None
+    config: Config, costs: LayoutCosts, *, device: str, notes: Sequence[str] = (), length: str | None = None
 ) -> str:
     """Layout, versions, device, kernels, parameters, tokens and FLOPs a step, `length` of the run, memory expected."""
     model, training, parallel, layout = config.model, config.training, config.parallel, config.layout
     tokens = config.global_batch_size * training.seq_length
-    num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
-    flops = tokens * model_flops_per_token(
-        model, vocab_size=vocab_size, seq_length=training.seq_length, is_frozen=config.adapter.is_used
-    )
-    stages = Stages.of(parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     on_cpu = device == "cpu" or parallel.optimizer_cpu_offload or parallel.param_cpu_offload
     masters_on = torch.device("cpu" if on_cpu else "cuda")
-    loads = stages.loads(num_microbatches)
     device_type: DeviceType = "cpu" if device == "cpu" else "cuda"
     lines = [
         f"megatronish on {layout.world_size} rank{'s' if layout.world_size > 1 else ''}: {layout}"
         + (f", experts {parallel.expert_layout.line(layout)}" if model.num_experts is not None else "")
         + (", sequence parallel" if parallel.sequence_parallel else "")
         + (
-            f", {parallel.schedule} with {num_microbatches} micro-batches"
-            if layout.pp > 1 or stages.schedule.name not in ("gpipe", "1f1b")
+            f", {parallel.schedule} with {config.num_microbatches} micro-batches"
+            if layout.pp > 1 or parallel.schedule not in ("gpipe", "1f1b")
             else ""
         ),
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
         f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
         f"attention: {_attention(config)}{_pattern(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
         kernels_line(device_type, drops=model.hidden_dropout > 0 or model.attention_dropout > 0) + _activation(config),
-        f"parameters: {num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length):,}"
-        + _active(config, vocab_size)
-        + (f" ({_stages(config, stages, vocab_size)})" if layout.pp > 1 else "")
-        + f", vocabulary {vocab_size:,} padded to {model.padded_vocab_size(vocab_size, layout.tp):,}",
-        *_adapters(config, vocab_size),
+        f"parameters: {costs.parameters:,}"
+        + (f", of which a token passes {costs.active_parameters:,}" if model.num_experts is not None else "")
+        + (f" ({_stages(costs)})" if layout.pp > 1 else "")
+        + f", vocabulary {costs.vocab_size:,} padded to {model.padded_vocab_size(costs.vocab_size, layout.tp):,}",
+        *_adapters(config, costs.parameters),
         f"a step: {config.global_batch_size} samples of {training.seq_length}, {tokens:,} tokens, "
-        f"{flops:.3g} model FLOPs",
+        f"{costs.model_flops:.3g} model FLOPs",
         *([] if length is None else [length]),
         "memory expected on a device:",
-        memory_table(
-            expected_memory(config, loads, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
+        memory_table(costs.memory),
+        *_islands(parallel, costs.island_bytes),
+        *disk_lines(
+            costs,
+            parallel,
+            num_microbatches=config.num_microbatches,
+            device=device,
+            place=place_from_environment(),
         ),
-        *_islands(config, loads, vocab_size),
-        *disk_lines(config, vocab_size=vocab_size, device=device, place=place_from_environment()),
-        *_experts(config, partial(bytes_of_uneven_load, config, loads, vocab_size=vocab_size, device=device_type)),
+        *_experts(config, costs.uneven_bytes),
         *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),
     ]
     return without_passwords("\n".join(lines))
 
 
-def _adapters(config: Config, vocab_size: int) -> list[str]:
+def _adapters(config: Config, num_parameters: int) -> list[str]:
     """Which sections have an adapter, and how many parameters learn."""
     if not config.adapter.is_used:
         return []
-    number = num_parameters(config.model, vocab_size=vocab_size, seq_length=config.training.seq_length)
-    table = adapter_table(config, num_parameters=number)
+    table = adapter_table(config, num_parameters=num_parameters)
     base = config.checkpoint.load_hf or config.checkpoint.load
     return [f"{config.adapter.adapter_type} of the frozen model {base}:", table]
 
 
-def _islands(config: Config, loads: Sequence[StageLoad], vocab_size: int) -> list[str]:
+def _islands(parallel: ParallelConfig, island_bytes: int | None) -> list[str]:
     """How many islands there are (DiLoCo), and what a device sends to the others in an outer step at most."""
-    parallel = config.parallel
     if parallel.outer_optimizer is None:
         return []
     said = (
@@ -135,10 +122,9 @@ def _islands(config: Config, loads: Sequence[StageLoad], vocab_size: int) -> lis
     )
     if parallel.num_islands == 1:
         return [f"{said}; --dp-replicate N makes N of the data ranks"]
-    if why_no_traffic(config) is not None:
+    if island_bytes is None:
         return [said]
-    most = max(bytes_to_islands(config, load, stage, vocab_size=vocab_size) for stage, load in enumerate(loads))
-    return [f"{said}; a device then sends {format_bytes(most)} in {parallel.outer_move_dtype} to other islands"]
+    return [f"{said}; a device then sends {format_bytes(island_bytes)} in {parallel.outer_move_dtype} to other islands"]
 
 
 def _compiler(config: Config, device_type: DeviceType) -> list[str]:
@@ -147,22 +133,14 @@ def _compiler(config: Config, device_type: DeviceType) -> list[str]:
     return [] if note is None else [note]
 
 
-def _active(config: Config, vocab_size: int) -> str:
-    """Parameters that a token passes, in a model with experts."""
-    if config.model.num_experts is None:
-        return ""
-    active = num_active_parameters(config.model, vocab_size=vocab_size, seq_length=config.training.seq_length)
-    return f", of which a token passes {active:,}"
-
-
-def _experts(config: Config, uneven: Callable[[], int]) -> list[str]:
+def _experts(config: Config, uneven_bytes: int) -> list[str]:
     """Experts, where they are, and the rows that an even and the most uneven load sends to a device."""
     model, layout, (ep, etp) = config.model, config.layout, config.parallel.expert_layout
     if model.num_experts is None:
         return []
     sequences = config.training.micro_batch_size * config.training.seq_length // layout.cp
     rows = sequences * etp // layout.tp * model.moe_router_topk
-    more = f"for each mean load more, {format_bytes(uneven())}"
+    more = f"for each mean load more, {format_bytes(uneven_bytes)}"
     return [
         f"experts: {model.num_experts} in {sum(model.expert_layers)} of {model.num_layers} layers, "
         f"{model.num_experts // ep} on a device, {model.moe_router_topk} a token; of a micro-batch a device computes "
@@ -215,21 +193,12 @@ def _activation(config: Config) -> str:
     return ""
 
 
-def _stages(config: Config, stages: Stages, vocab_size: int) -> str:
+def _stages(costs: LayoutCosts) -> str:
     """Layers of each chunk, and parameters, of each pipeline stage."""
-    counts, specs = [], layer_specs(config.model)
-    for stage, load in enumerate(stages.loads(1)):
-        held = parameters_of_stage(
-            config.model,
-            [specs[layer] for layer in load.all_layers],
-            vocab_size=vocab_size,
-            seq_length=config.training.seq_length,
-            is_first=load.is_first,
-            is_last=load.is_last,
-        )
-        layers = " + ".join(str(len(chunk)) for chunk in load.layers)
-        counts.append(f"stage {stage}: {layers} layers, {held.total:,}")
-    return ", ".join(counts)
+    return ", ".join(
+        f"stage {stage}: {' + '.join(str(len(chunk)) for chunk in load.layers)} layers, {number:,}"
+        for stage, (load, number) in enumerate(zip(costs.loads, costs.stage_parameters, strict=True))
+    )
 
 
 def adapter_table(config: Config, *, num_parameters: int) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from megatronish.config.config import Config
 from megatronish.estimate.costs.candidate import config_of
-from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.costs.memory_table import format_bytes
 from megatronish.estimate.costs.node_traffic import node_traffic
 from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters
@@ -14,7 +13,8 @@ from megatronish.estimate.planner.device_speed import reservations
 from megatronish.estimate.planner.exact import Planned
 from megatronish.estimate.planner.layer_time import Parts
 from megatronish.estimate.planner.search import FILLED, Search
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.stages import Stages
+from megatronish.specs.flops import model_flops_per_token
 
 GIB = 2**30
 DAY = 86_400.0

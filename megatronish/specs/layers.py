@@ -10,6 +10,7 @@ a module, and a test that holds one to the other (tests/estimate/test_layer_cost
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import ClassVar, Literal
 
 from megatronish.config.sections.model import Activation, ModelConfig
 from megatronish.core.errors import UserError
@@ -22,6 +23,7 @@ from megatronish.specs.costs import ActivationBytes, Count, LayerCost, LinearSha
 class MLPSpec:
     """MLP: D -> F (gated: 2 F, gate before up), activation, F -> D."""
 
+    kind: ClassVar[Literal["dense"]] = "dense"
     ffn_size: int
     activation: Activation = "gelu"
     bias: bool = True
@@ -110,6 +112,7 @@ class ExpertsSpec:
     their output has a gate.
     """
 
+    kind: ClassVar[Literal["experts"]] = "experts"
     num_experts: int
     num_chosen: int
     expert: MLPSpec
@@ -207,8 +210,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class SideSpec(LayerSpec):
-    """Layer of an encoder or a decoder, of the part `share` of the rows: that of a decoder with cross attention."""
+    """Layer of an encoder or a decoder, of the part `share` of the rows: that of a decoder with cross attention.
 
+    Experts of one side are refused (config/rules).
+    """
+
+    attention: BiasedAttentionSpec
+    mlp: MLPSpec
     share: Fraction | int = 1
     cross: BiasedAttentionSpec | None = None
     ends_encoder: bool = False
@@ -290,7 +298,7 @@ def transformer_layers(model: ModelConfig) -> Sequence[LayerSpec]:
     return tuple(specs[kind] for kind in kinds)
 
 
-def t5_layers(model: ModelConfig) -> Sequence[LayerSpec]:
+def t5_layers(model: ModelConfig) -> Sequence[SideSpec]:
     """Layers of a T5: those of the encoder, of which the last one ends in a norm, then those of the decoder."""
     assert model.encoder_num_layers is not None
     number, encoder = model.encoder_num_layers, model.encoder_share

@@ -14,7 +14,7 @@ from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import UserError, without_passwords
 from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.layout_costs import memory_of_stages
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.links.facts import Facts, Needs, nested_facts
 from megatronish.estimate.links.preflight import Subject, preflight
@@ -23,7 +23,7 @@ from megatronish.launch.place import Place
 from megatronish.launch.rendezvous import refuse_addresses
 from megatronish.ops.library import load_kernels
 from megatronish.parallel.mesh import Mesh, leave
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.specs.costs import DeviceType
 from megatronish.train.setup import TrainingJob
 
 
@@ -79,19 +79,11 @@ def _opened(config: Config, mesh: Mesh) -> tuple[Facts, Needs]:
 
 def _needs(config: Config, vocab_size: int, device: torch.device) -> Needs:
     """Bytes of a checkpoint (fp32 values and their moments), and of the fullest stage."""
-    model, training, layout = config.model, config.training, config.layout
+    model, training = config.model, config.training
     moments = 0 if config.checkpoint.no_save_optim else OPTIMIZER_NAMES[config.optimizer.optimizer].moments
     number = num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length)
-    num_microbatches = config.global_batch_size // (training.micro_batch_size * layout.dp)
-    stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
-    loads = stages.loads(num_microbatches)
-    expected = expected_memory(
-        config,
-        loads,
-        vocab_size=vocab_size,
-        device="cpu" if device.type == "cpu" else "cuda",
-        kernels=load_kernels() is None,
-    )
+    device_type: DeviceType = "cpu" if device.type == "cpu" else "cuda"
+    expected = memory_of_stages(config, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
     disk = 0 if config.adapter.is_used else 4 * number * (1 + moments)
     memory = max(each.total + (each.host if device.type == "cpu" else 0) for each in expected)
     return Needs(disk, memory)

@@ -198,7 +198,7 @@ def _train(
     say = partial(print, flush=True) if mesh.is_main else _say_nothing
     opening = "\n".join(f"note: {note}" for note in notes)
     with Aside("the table of expected costs").guard():
-        opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes, length=job.length)
+        opening = first_lines(config, job.costs, device=job.device_name, notes=notes, length=job.length)
     say(opening)
     with Aside("the audit of the chats").guard():
         report_chats(job, say)
@@ -342,7 +342,8 @@ def _trackers(config: Config, mesh: Mesh, *, first_step: int, opening: str) -> T
         return Trackers([])
     settings = resolved(config)
     return open_trackers(
-        config,
+        config.log,
+        config.tensorboard_dir,
         RunDescription(
             name=config.run_dir.resolve().name,
             folder=config.run_dir,

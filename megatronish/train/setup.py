@@ -29,7 +29,7 @@ from megatronish.data.spans import SpanCollator, sample_length
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.estimate.costs.devices import peak_tflops
-from megatronish.estimate.costs.flops import model_flops_per_token
+from megatronish.estimate.costs.layout_costs import LayoutCosts
 from megatronish.formats.start import read_start
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.masked import SentenceObjective
@@ -37,6 +37,7 @@ from megatronish.objectives.objective import LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.per_dataset import PerDataset
 from megatronish.objectives.table import objective_of
+from megatronish.ops.library import load_kernels
 from megatronish.optim.schedules import (
     BatchSizeSchedule,
     LearningRateSchedule,
@@ -44,6 +45,8 @@ from megatronish.optim.schedules import (
     build_learning_rate_schedule,
 )
 from megatronish.parallel.mesh import Mesh
+from megatronish.specs.costs import DeviceType
+from megatronish.specs.flops import model_flops_per_token
 from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 from megatronish.train.hooks.log import Speed
 from megatronish.train.own_files import OwnFiles
@@ -116,7 +119,7 @@ class TrainingJob:
         vocab_size = config.data.vocab_size or tokenizer.vocab_size
         datasets = build_datasets(
             config.data,
-            seq_length=sample_length(config),
+            seq_length=sample_length(config.model, config.data, seq_length=config.training.seq_length),
             seed=config.training.seed,
             vocab_size=vocab_size,
             eod=tokenizer.eod,
@@ -149,6 +152,13 @@ class TrainingJob:
     def device_name(self) -> str:
         """Name of the device, as its vendor calls it."""
         return torch.cuda.get_device_name(self.mesh.device) if self.mesh.device.type == "cuda" else "cpu"
+
+    @cached_property
+    def costs(self) -> LayoutCosts:
+        """Costs of the layout, of which the first lines have a table."""
+        device_type: DeviceType = "cuda" if self.mesh.device.type == "cuda" else "cpu"
+        kernels = load_kernels() is None
+        return LayoutCosts.of(self.config, vocab_size=self.vocab_size, device=device_type, kernels=kernels)
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatronish.attention import block_sparse, operations, windowed
-from megatronish.attention.block_sparse import block_attention, runs_by_blocks
+from megatronish.attention.block_sparse import block_attention
 from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.flash import attend_alone
 from megatronish.attention.mask import AttentionMask, alibi_slopes
@@ -58,7 +58,7 @@ def test_it_is_attention_under_a_dense_mask(name: str, others: str) -> None:
     slopes = alibi_slopes(HEADS) if others in ("alibi", "all") else ()
     mask = AttentionMask(LENGTH, document_ids=documents, slopes=slopes, **SIGHTS[name])
     sinks = others in ("sinks", "all")
-    assert runs_by_blocks(mask, CPU)
+    assert mask.runs_by_blocks(CPU)
     q, k, v, sink, dout = tensors()
     out = attend_alone(q, k, v, mask=mask, sinks=sink if sinks else None)
     found = [out.detach(), *torch.autograd.grad(out, (q, k, v, *([sink] if sinks else [])), dout)]
@@ -68,11 +68,11 @@ def test_it_is_attention_under_a_dense_mask(name: str, others: str) -> None:
 
 def test_what_is_not_sparse_or_not_on_a_cpu_runs_elsewhere() -> None:
     pattern = BlockPattern("sliding", 8, 2)
-    assert runs_by_blocks(AttentionMask(24, pattern=pattern), CPU)
-    assert not runs_by_blocks(AttentionMask(24, pattern=pattern), torch.device("cuda"))
-    assert not runs_by_blocks(AttentionMask(24, pattern=pattern, num_cached=4), CPU)
-    assert not runs_by_blocks(AttentionMask(16, pattern=pattern), CPU)
-    assert not runs_by_blocks(AttentionMask(16, 16, documents_of(16)), CPU)
+    assert AttentionMask(24, pattern=pattern).runs_by_blocks(CPU)
+    assert not AttentionMask(24, pattern=pattern).runs_by_blocks(torch.device("cuda"))
+    assert not AttentionMask(24, pattern=pattern, num_cached=4).runs_by_blocks(CPU)
+    assert not AttentionMask(16, pattern=pattern).runs_by_blocks(CPU)
+    assert not AttentionMask(16, 16, documents_of(16)).runs_by_blocks(CPU)
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):

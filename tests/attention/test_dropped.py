@@ -12,7 +12,7 @@ from torch import Tensor
 from megatronish.attention import dropout_attention
 from megatronish.attention.flash import attend_alone
 from megatronish.attention.mask import AttentionMask, BidirectionalMask, alibi_slopes
-from megatronish.ops import dropout_on_cpu
+from megatronish.ops import native as native_operators
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.native import Native
 from megatronish.parallel.streams import mask_keys
@@ -62,7 +62,7 @@ def test_blocks_are_attention_with_explicit_probabilities(
     name: str, kv_heads: int, sinks: bool, cpp: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cpp:
-        monkeypatch.setattr(dropout_on_cpu, "native", lambda: Native(None, "there is no C++ compiler here"))
+        monkeypatch.setattr(native_operators, "native", lambda: Native(None, "there is no C++ compiler here"))
     exact = results("unfused", MASKS[name], inputs(kv_heads, torch.float64), sinks=sinks)
     for dtype, tolerance in (
         (torch.float32, 2e-6),

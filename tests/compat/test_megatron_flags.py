@@ -24,6 +24,7 @@ from megatronish.config.flags import describe, flags_markdown, statuses
 from megatronish.config.read import ConfigError, ReadConfig, read_config
 from megatronish.config.settings import flags_of
 from megatronish.config.suggest import nearest_name
+from megatronish.estimate.costs.layout_costs import LayoutCosts
 from megatronish.report.first_lines import first_lines
 
 NAMES = [flag.removeprefix("--") for flag in (GOLDEN / "megatron_flags.txt").read_text().split()]
@@ -146,7 +147,8 @@ def test_settings_of_experts_are_idle_in_a_dense_model() -> None:
     for sizes in ("--etp 4", "--tp 2 --etp 8 --ep 16", "--etp 3 --zero-stage 3 --dp 2 --dp-replicate 2"):
         found = read(f"{sizes} --moe-ffn-hidden-size 7 --moe-shared-expert-intermediate-size 8")
         assert tuple(found.config.parallel.expert_layout) == (1, found.config.layout.tp), sizes
-        assert "parameters: " in first_lines(found.config, vocab_size=64, device="cpu")
+        costs = LayoutCosts.of(found.config, vocab_size=64, device="cpu", kernels=True)
+        assert "parameters: " in first_lines(found.config, costs, device="cpu")
     other = (
         "--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-bias-update-rate 0.5"
     )

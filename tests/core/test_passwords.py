@@ -53,7 +53,7 @@ def fail_with_a_url() -> None:
     def step(self: Engine, *_arguments: Any, **_options: Any) -> Any:
         raise OSError(f"cannot read {URL}")
 
-    TRACKERS["writing"] = lambda _: Writing()
+    TRACKERS["writing"] = lambda *_: Writing()
     Engine.step = step  # type: ignore[assignment]
 
 
@@ -105,7 +105,7 @@ def test_wandb_sees_no_password_in_the_command_line(tmp_path: Path, monkeypatch:
     library = SimpleNamespace(init=init, setup=setup, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", library)  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "argv", ["pretrain", "--save", URL])
-    WeightsAndBiases(with_fields(Config(), wandb_project="p")).begin(RunDescription("n", tmp_path, 0, {}, "", ""))
+    WeightsAndBiases(with_fields(Config(), wandb_project="p").log).begin(RunDescription("n", tmp_path, 0, {}, "", ""))
     assert seen == ["pretrain", "--save", STARRED]
 
 

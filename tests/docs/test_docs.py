@@ -26,7 +26,7 @@ from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import format_bytes
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.formats.start import read_start
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.stages import Stages
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")

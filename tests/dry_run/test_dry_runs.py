@@ -23,9 +23,9 @@ from pairwise import covered_pairs, possible_pairs
 from paths import ROOT, TESTS
 
 from megatronish.commands.configuration import read_config
-from megatronish.estimate.costs.flops import hardware_flops_per_token
 from megatronish.estimate.costs.traffic import why_no_traffic
 from megatronish.ops.build import BuildError, find_compiler
+from megatronish.specs.flops import hardware_flops_per_token
 
 ALL = [*CASES, *SINGLE]
 MEMORY = 0.05  # of the peak

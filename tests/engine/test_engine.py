@@ -25,8 +25,8 @@ from megatronish.model.gpt import GPT, ModelChunk, User
 from megatronish.parallel import comm
 from megatronish.parallel.data_parallel.zero import Zero
 from megatronish.parallel.mesh import Axis, Mesh
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.plan import StageChunk
+from megatronish.parallel.stages import Stages
 
 S, B, H, VOCABULARY = 32, 2, 24, 64
 MODEL = ModelConfig(

@@ -176,7 +176,7 @@ def test_a_frozen_weight_takes_the_bytes_of_its_form_and_the_forecast_knows_it(
 
 
 def _stage(config: Config) -> Any:
-    from megatronish.parallel.pipeline.stages import Stages
+    from megatronish.parallel.stages import Stages
 
     return Stages.of(config.parallel, config.model, vocab_size=101, seq_length=16).loads(1)
 

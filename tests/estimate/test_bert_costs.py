@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatronish.config.read import read_config
 from megatronish.config.sections.model import ModelConfig
 from megatronish.estimate.costs.candidate import without_layout
-from megatronish.estimate.costs.flops import forward_flops, model_flops_per_token
 from megatronish.estimate.planner.device_speed import gradient_seconds, product_seconds
 from megatronish.estimate.planner.devices import find_device
 from megatronish.estimate.planner.layer_time import Passes
@@ -19,6 +18,7 @@ from megatronish.estimate.planner.workload import Workload
 from megatronish.model.batch import MicroBatch, SentencePairs
 from megatronish.model.bert import Bert, BertLosses
 from megatronish.model.gpt import Execution
+from megatronish.specs.flops import forward_flops, model_flops_per_token
 
 S, B, VOCABULARY = 16, 3, 64
 MODEL = ModelConfig(

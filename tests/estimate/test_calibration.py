@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 
 from benchmarks.calibration import Errors, PublishedStep, errors, fitted, loss, published_steps
-from megatronish.estimate.costs.flops import model_flops_per_token
 from megatronish.estimate.planner.device_speed import FITTED, Efficiencies
 from megatronish.estimate.planner.step_time import StepSeconds
+from megatronish.specs.flops import model_flops_per_token
 
 
 def flops_a_device(step: PublishedStep) -> float:

@@ -10,8 +10,10 @@ from jobs import tiny
 from machine_speed import units_of
 from paths import ROOT
 
+from megatronish.config.config import Config
 from megatronish.config.read import read_config
 from megatronish.core.errors import UserError
+from megatronish.estimate.costs.layout_costs import LayoutCosts, memory_of_stages
 from megatronish.estimate.planner import disk_room
 from megatronish.estimate.planner.disk_room import (
     IN_MEMORY,
@@ -121,19 +123,25 @@ def test_a_start_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
 def test_ranks_of_this_machine_alone_count() -> None:
     """Stages 0 and 1 of two machines with two ranks each; the second has the head, whose table is a copy."""
     config, _ = read_config(tiny(Path("x"), f"{ZERO} --pp 2 --offload-folder /x --num-layers 4"))
-    everyone, ranks = bytes_on_this_machine(config, None, vocab_size=101)
-    first, of_first = bytes_on_this_machine(config, Place(1, 4, 1, 2), vocab_size=101)
-    second, of_second = bytes_on_this_machine(config, Place(2, 4, 0, 2), vocab_size=101)
+    memory, layout = memory_of_stages(config, vocab_size=101), config.layout
+    everyone, ranks = bytes_on_this_machine(memory, layout, None)
+    first, of_first = bytes_on_this_machine(memory, layout, Place(1, 4, 1, 2))
+    second, of_second = bytes_on_this_machine(memory, layout, Place(2, 4, 0, 2))
     assert (ranks, of_first, of_second) == (4, 2, 2)
     assert first + second == everyone and first > 0 and second > 0
+
+
+def lines_of(config: Config, vocab_size: int) -> list[str]:
+    costs = LayoutCosts.of(config, vocab_size=vocab_size, device="cuda", kernels=True)
+    return disk_lines(costs, config.parallel, num_microbatches=config.num_microbatches, device="cpu", place=None)
 
 
 def test_the_first_lines_say_what_lies_on_the_disk_and_what_a_step_costs() -> None:
     flags = f"{ZERO} {LARGE} --offload-folder /data --vocab-size 50257 --seq-length 2048"
     config, _ = read_config(tiny(Path("x"), flags))
-    (line,) = disk_lines(config, vocab_size=50257, device="cpu", place=None)
+    (line,) = lines_of(config, 50257)
     assert line == (
         "on the disk of /data: 1.9 TiB of 2 ranks of this machine; a step reads and writes 4.4 TiB, 8.1e+02 s at 6 GB/s"
     )
     alone, _ = read_config(tiny(Path("x"), ZERO))
-    assert disk_lines(alone, vocab_size=101, device="cpu", place=None) == []
+    assert lines_of(alone, 101) == []

@@ -13,7 +13,6 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.layout import ExpertLayout, Layout
-from megatronish.estimate.costs.flops import forward_flops
 from megatronish.estimate.costs.layer_kind_memory import LayerMemory, layer_kinds
 from megatronish.estimate.costs.memory import bytes_of_uneven_load, expected_memory
 from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters
@@ -21,8 +20,9 @@ from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.parallel.mesh import Mesh, TensorParallel, leave
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import collect_shardings, initialize
+from megatronish.parallel.stages import Stages
+from megatronish.specs.flops import forward_flops
 
 LLAMA_LIKE = {
     "position_embedding_type": "rope",

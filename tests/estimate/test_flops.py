@@ -8,9 +8,9 @@ from models import GPT2, LLAMA3_8B, VARIANTS
 
 from megatronish.attention.mask import AttentionMask
 from megatronish.config.sections.model import ModelConfig
-from megatronish.estimate.costs.flops import forward_flops, hardware_flops_per_token, model_flops_per_token
 from megatronish.estimate.costs.parameters import num_parameters, parameters_of_stage
 from megatronish.model.gpt import GPT, ModelChunk
+from megatronish.specs.flops import forward_flops, hardware_flops_per_token, model_flops_per_token
 from megatronish.specs.layers import layer_specs
 
 

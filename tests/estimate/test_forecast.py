@@ -13,7 +13,7 @@ from megatronish.commands.configuration import read_config
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.planner.forecast import forecast
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.stages import Stages
 from megatronish.report.forecast_page import page
 
 VOCABULARY = 101

@@ -17,7 +17,7 @@ from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import Memory, format_bytes, memory_table
 from megatronish.estimate.costs.model_state import ZeroSettings
 from megatronish.estimate.costs.parameters import num_parameters
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.stages import Stages
 from megatronish.specs.layers import MixedModelConfig, layer_specs
 
 

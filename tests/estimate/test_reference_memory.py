@@ -17,7 +17,7 @@ from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import Memory
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Mesh
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.stages import Stages
 
 QLORA = replace(LORA, quantize_base="nf4")
 WIDE = replace(MODEL, hidden_size=128, ffn_hidden_size=256, make_vocab_size_divisible_by=16)

@@ -16,9 +16,9 @@ from megatronish.estimate.planner.choose import conventional, short_list
 from megatronish.estimate.planner.exact import fullest_stage, plan_of
 from megatronish.estimate.planner.pipeline_time import StageTimes, pipeline_seconds
 from megatronish.estimate.planner.search import Search, SearchResult, divisors
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.simulate import Costs, simulate
 from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.parallel.stages import Stages
 
 Find = Callable[[str], tuple[Search, SearchResult]]
 

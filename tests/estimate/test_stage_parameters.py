@@ -14,8 +14,8 @@ from megatronish.optim.muon import matrices_of
 from megatronish.parallel.bucketing import cut_into_buckets, padded_size
 from megatronish.parallel.mesh import Mesh, leave
 from megatronish.parallel.pipeline.stage import build_stage
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import Sharding
+from megatronish.parallel.stages import Stages
 
 SIZES = "--hidden-size 48 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3"
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"

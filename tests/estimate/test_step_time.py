@@ -18,7 +18,7 @@ from megatronish.estimate.planner.named_layout import read_layout
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.step_time import StepSeconds
 from megatronish.estimate.planner.workload import Workload
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.stages import Stages
 
 CHAT = "--dataset-type chat --data-path x.jsonl --load x"
 

@@ -13,8 +13,8 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stage import build_stage
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import initialize
+from megatronish.parallel.stages import Stages
 
 VOCABULARY, START, NUM_TOKENS = 61, 2, 7
 MODEL = ModelConfig(

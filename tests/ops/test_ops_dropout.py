@@ -8,7 +8,7 @@ import torch
 from kernel_runs import NAMESPACE, kernels, needs_compiler
 from torch import Tensor
 
-from megatronish.ops import dropout_on_cpu
+from megatronish.ops import native as native_operators
 from megatronish.ops.dropout import DroppedTile, ProbabilityDropout, dropout_add
 from megatronish.ops.native import Native, native
 from megatronish.parallel.streams import keep_mask, mask_keys
@@ -20,7 +20,7 @@ RATE, SCALE = 0.2, 0.3
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout_on_cpu, "native", lambda: Native(None, "there is no C++ compiler here"))
+    monkeypatch.setattr(native_operators, "native", lambda: Native(None, "there is no C++ compiler here"))
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

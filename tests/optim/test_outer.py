@@ -22,8 +22,8 @@ from megatronish.optim.outer import CODE_BLOCK, OuterOptimizer, OuterSettings
 from megatronish.parallel.block_codes import LARGEST_CODE, decoded, encoded
 from megatronish.parallel.bucketing import bytes_of_block
 from megatronish.parallel.mesh import Mesh
-from megatronish.parallel.pipeline.stages import stage_loads
 from megatronish.parallel.sharding import Sharding
+from megatronish.parallel.stages import stage_loads
 from megatronish.train.hooks.replicas import differences
 
 KINDS = {"allreduce_": "all-reduce", "alltoall_base_": "all-to-all", "_allgather_base_": "all-gather"}

@@ -7,6 +7,7 @@ import pytest
 from jobs import tiny
 
 from megatronish.config.read import read_config
+from megatronish.estimate.costs.layout_costs import LayoutCosts
 from megatronish.ops.native import Native
 from megatronish.report.first_lines import first_lines
 
@@ -18,7 +19,8 @@ NONE = f"{NO_DROPOUT} --hidden-dropout 0"
 
 def lines_of(flags: str) -> str:
     config, notes = read_config(tiny(Path("never-written"), flags))
-    return first_lines(config, vocab_size=101, device="cpu", notes=notes)
+    costs = LayoutCosts.of(config, vocab_size=101, device="cpu", kernels=True)
+    return first_lines(config, costs, device="cpu", notes=notes)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_an_activation_without_a_kernel_is_told(flags: str, told: str) -> None:
 
 
 def test_dropout_is_told_where_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronish.ops.dropout_on_cpu.native", lambda: Native(None, "there is no C++ compiler here"))
+    monkeypatch.setattr("megatronish.ops.native.native", lambda: Native(None, "there is no C++ compiler here"))
     for flags in ("", NO_DROPOUT, "--hidden-dropout 0"):
         assert "; dropout by torch, because there is no C++ compiler here\n" in lines_of(flags)
     assert "dropout" not in lines_of(NONE).partition("fused operations")[2].partition("\n")[0]

@@ -116,7 +116,7 @@ def plant_tracker(folder: str) -> None:
             }
             Path(folder, f"{os.getpid()}.json").write_text(json.dumps(found))
 
-    TRACKERS["writing"] = lambda _: Writing()
+    TRACKERS["writing"] = lambda *_: Writing()
 
 
 def test_a_new_tracker_is_one_line_of_the_table_and_only_the_main_rank_has_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatronish.dry_run.rank import _mesh, own_tables, references
 from megatronish.dry_run.recorder import StepRecorder
 from megatronish.inference import generate
 from megatronish.parallel.pipeline.stage import build_stage
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.stages import Stages
 
 PROMPTS = ([1, 2, 3, 4, 5], [6, 7, 8, 9, 1, 2, 3, 4, 5], [1] * 30)
 NUM_TOKENS, SEQ_LENGTH, VOCABULARY = 13, 40, 512

@@ -3,7 +3,8 @@
 What is measured, and how, so that two commits can be compared:
 
 - files, lines: of megatronish/, without empty `__init__.py`.
-- files with one importer in their folder: a single file of the package imports them, and it lies next to them.
+- files with one importer in their folder: a single file of the package imports them, and it lies next to them. Leaves
+  of a table are files that their importer only lists (`LEAF_TABLES`).
 - files that a step crosses: whose functions run in the third step of configs/quick.toml, hooks and threads included.
 - a walk of `config`: from `train.run.train`, along every call that is handed the whole `Config` under a name of its
   own, in the order of the text. Rooms are the files it enters; a climb is a move to a file of a higher row.
@@ -27,6 +28,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatronish"
 NO_COST_MODELS = ("links", "room.py")
 """What of estimate/ is measured and not estimated."""
+LEAF_TABLES = (
+    "compat/megatron_flags/table.py",
+    "formats/hf/families.py",
+    "model/table.py",
+    "objectives/table.py",
+    "optim/optimizer.py",
+    "parallel/schedules/table.py",
+    "report/trackers/table.py",
+    "train/hooks/of_run.py",
+)
+"""Files that only list what they import, one subject a file: a leaf is what one copies to add another."""
 LAYER_KINDS = ("ExpertsSpec", "AttentionSpec", "MlpSpec", "LayerSpec", "MLPSpec")
 NUM_HARDEST = 20
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.BoolOp, ast.ExceptHandler, ast.comprehension, ast.match_case)
@@ -65,7 +77,7 @@ def lonely_files() -> list[tuple[Path, Path]]:
     for path in SOURCES:
         for _, target, _ in imported_names(path):
             importers[target].add(path)
-    pairs = [(path, next(iter(found))) for path, found in importers.items() if len(found) == 1]
+    pairs = [(path, next(iter(readers))) for path, readers in importers.items() if len(readers) == 1]
     return sorted((path, reader) for path, reader in pairs if path.parent == reader.parent and path != reader)
 
 
@@ -211,6 +223,8 @@ def comment_lines(text: str) -> int:
 def main() -> None:
     """Print the table."""
     lines = sum(len(text.splitlines()) for text in SOURCES.values())
+    lonely = lonely_files()
+    leaves = [path for path, reader in lonely if reader.relative_to(PACKAGE).as_posix() in LEAF_TABLES]
     walk = Walk()
     walk.follow(PACKAGE / "train" / "run.py", "train", "config")
     crossed = crossed_files()
@@ -226,7 +240,7 @@ def main() -> None:
     shelf = {path.relative_to(PACKAGE).parts[0] for path in SOURCES} - {"__init__.py", "__main__.py"}
     table = {
         "files / lines of megatronish/": f"{len(SOURCES)} / {lines:,}",
-        "files with one importer in their folder": str(len(lonely_files())),
+        "files with one importer in their folder": f"{len(lonely)}, of which {len(leaves)} are leaves of tables",
         "files that a step of quick.toml crosses": f"{len(crossed.files)} ({crossed.hops} calls between files)",
         "rooms / climbs of a walk of `train:config`": f"{len(set(walk.files))} / {walk.climbs()}",
         "lines of cost and memory models": f"{sum(len(text.splitlines()) for text in costs):,}",

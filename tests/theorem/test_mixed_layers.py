@@ -23,16 +23,16 @@ from megatronish.config.sections.training import TrainingConfig
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.mock import MockSamples
 from megatronish.engine.build import build_engine
-from megatronish.estimate.costs.flops import forward_flops, layer_flops
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.parameters import num_parameters, parameters_of_stage
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT, Execution
 from megatronish.parallel.mesh import Mesh, dense_domain
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.sharding import collect_shardings, initialize
+from megatronish.parallel.stages import Stages
 from megatronish.specs.attention import AttentionSpec
+from megatronish.specs.flops import forward_flops, layer_flops
 from megatronish.specs.layers import LayerSpec, MixedModelConfig, MLPSpec
 
 S, B, GLOBAL_BATCH_SIZE, VOCAB_SIZE = 24, 2, 8, 61

@@ -50,7 +50,7 @@ def plant_in_hooks() -> None:
 def plant_at_the_start() -> None:
     """What is computed before the first step fails, the curves find no matplotlib, and a later window does not end."""
     of_run.forecast = run.first_lines = run.report_chats = failing  # type: ignore[attr-defined]
-    room.expected_memory = setup.model_flops_per_token = failing  # type: ignore[attr-defined]
+    room.memory_of_stages = setup.model_flops_per_token = failing  # type: ignore[attr-defined]
     Stragglers._at_work = on_rank(1, Stragglers._at_work)  # type: ignore[method-assign]
     replicas.copies_of = on_rank(0, replicas.copies_of)
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
@@ -111,7 +111,7 @@ def test_a_rank_that_cannot_tell_its_room_starts_and_all_ranks_say_nothing_else(
 def test_a_plan_says_that_its_memory_was_not_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(room, "expected_memory", failing)
+    monkeypatch.setattr(room, "memory_of_stages", failing)
     config = with_fields(Config(), hidden_size=64, num_layers=2, num_attention_heads=4, num_query_groups=4)
     assert room.note_on_room(config, "cpu", vocab_size=100) is None
     assert "the comparison of memory failed" in capsys.readouterr().err

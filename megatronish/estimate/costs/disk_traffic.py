@@ -15,11 +15,15 @@ ELEMENT = 4  # bytes: all that lies on a disk is fp32, but for what is frozen
 
 
 class DiskTraffic(NamedTuple):
-    """Bytes of a parameter of a rank's share: of one that learns once a step, and of any for each micro-batch."""
+    """Bytes of a parameter of a rank's share: of one that learns once a step, and of any for each micro-batch.
+
+    `held` lie on the disk: its master, its moments, and with islands the outer parameter and its momentum.
+    """
 
     step_read: float = 0.0
     step_written: float = 0.0
     pass_read: float = 0.0
+    held: float = 0.0
 
     @property
     def step(self) -> float:
@@ -37,9 +41,11 @@ def disk_traffic(config: Config, *, in_matrices: float = 1.0) -> DiskTraffic:
     if optimizer.matrix_moments is not None:
         read = (1 - in_matrices) * once + in_matrices * ELEMENT * (3 + optimizer.matrix_moments)
         written = (1 - in_matrices) * once + in_matrices * ELEMENT * (2 + optimizer.matrix_moments)
+    held = once
     if parallel.outer_optimizer is not None:
+        held += 2 * ELEMENT
         read += 5 * ELEMENT / parallel.outer_interval
         written += 3 * ELEMENT / parallel.outer_interval
     if parallel.param_cpu_offload:
-        return DiskTraffic(read, written, 2 * ELEMENT)
-    return DiskTraffic(read + ELEMENT, written)
+        return DiskTraffic(read, written, 2 * ELEMENT, held)
+    return DiskTraffic(read + ELEMENT, written, held=held)

@@ -1,5 +1,6 @@
 """Bytes on a device by what they are for, one pipeline stage or several, and their table."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -38,7 +39,7 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def memory_table(stages: list[Memory]) -> str:
+def memory_table(stages: Sequence[Memory]) -> str:
     """A row for each stage, a column for each kind of bytes; what few runs have is there where there is any."""
     apart = ("host", "disk")
     optional = {"temporary", *apart}

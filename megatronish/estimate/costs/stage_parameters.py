@@ -48,6 +48,11 @@ class StageParameter(NamedTuple):
         """Whether it is a norm's, a bias or IA3's, as `Sharding.is_vector` has it. LoRA's B is none, of rank 1 too."""
         return self.name.endswith(".l") or (self.columns == 1 and not self.name.endswith(".B"))
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a model with weights as codes (qwZ) rounds it, as `Sharding.is_rounded` has it."""
+        return not self.is_vector and self.tied != "stages"
+
 
 def stage_parameters(config: Config, load: StageLoad, *, vocab_size: int) -> list[StageParameter]:
     """All parameters of a stage, in the order of the model."""

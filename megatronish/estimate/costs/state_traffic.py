@@ -211,8 +211,8 @@ class StateTraffic(StepTraffic):
     def weight_block(self, parameter: StageParameter) -> int | None:
         """Elements of the blocks of codes as which a parameter is sent, if it is (qwZ)."""
         parallel = self.config.parallel
-        is_weight = parameter.learns and not parameter.is_vector and parameter.tied != "stages"
-        return parallel.zero_quantized_weights_block if parallel.zero_quantized_weights and is_weight else None
+        by_codes = parallel.zero_quantized_weights and parameter.learns and parameter.is_rounded
+        return parallel.zero_quantized_weights_block if by_codes else None
 
     def bytes_of(self, size: int, block: int | None) -> int:
         """Bytes of so many elements of parameters on their way, as codes in such blocks or in the run's precision."""

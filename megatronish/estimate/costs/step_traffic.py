@@ -47,10 +47,10 @@ class StepTraffic:
         """Whether the model has layers with experts, on this stage or another."""
         return self.config.model.num_experts is not None
 
-    @cached_property
+    @property
     def num_microbatches(self) -> int:
         """Micro-batches of a step."""
-        return self.config.global_batch_size // (self.config.training.micro_batch_size * self.config.layout.dp)
+        return self.config.num_microbatches
 
     @property
     def width(self) -> int:

@@ -9,18 +9,18 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatronish.config.config import Config
+from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import UserError
 from megatronish.core.files import remedy_of_writing
-from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.estimate.costs.disk_traffic import disk_traffic
-from megatronish.estimate.costs.memory import expected_memory
-from megatronish.estimate.costs.memory_table import format_bytes
+from megatronish.core.layout import Layout
+from megatronish.estimate.costs.layout_costs import LayoutCosts, memory_of_stages
+from megatronish.estimate.costs.memory_table import Memory, format_bytes
 from megatronish.estimate.planner.devices import Device, device_of
 from megatronish.launch.place import Place, place_from_environment
-from megatronish.parallel.pipeline.stages import stage_loads
 
 MOUNTS = Path("/proc/mounts")
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
@@ -65,7 +65,8 @@ def refuse_offload_folder(config: Config) -> None:
         )
     _refuse_unwritable(folder, said)
     # Where the vocabulary is not known before a tokenizer is read, it is left out.
-    needs, ranks = bytes_on_this_machine(config, place_from_environment(), vocab_size=config.data.vocab_size or 1)
+    memory = memory_of_stages(config, vocab_size=config.data.vocab_size or 1)
+    needs, ranks = bytes_on_this_machine(memory, config.layout, place_from_environment())
     copies = int(config.checkpoint.async_save) + (config.checkpoint.save_replicated_interval is not None)
     needs *= 1 + copies
     also = " with their copies for saves in the background" if copies else ""
@@ -97,33 +98,30 @@ def _refuse_unwritable(folder: Path, said: str) -> None:
         raise UserError(f"{said} cannot be written: {why}; {remedy}, or name another folder") from error
 
 
-def disk_lines(config: Config, *, vocab_size: int, device: str, place: Place | None) -> list[str]:
+def disk_lines(
+    costs: LayoutCosts, parallel: ParallelConfig, *, num_microbatches: int, device: str, place: Place | None
+) -> list[str]:
     """What of the ranks of this machine lies on its disk, and the seconds that a step waits for it at most."""
-    if config.parallel.offload_folder is None:
+    if parallel.offload_folder is None:
         return []
-    on_disk, ranks = bytes_on_this_machine(config, place, vocab_size=vocab_size)
-    moments = OPTIMIZER_NAMES[config.optimizer.optimizer].moments
-    moments += 2 if config.parallel.outer_optimizer is not None else 0  # outer parameters and their momentum
-    # Of a parameter there are a master and its moments on the disk: so many parameters are in these bytes.
-    parameters = on_disk / (4 * (1 + moments))
-    passes = config.global_batch_size // (config.training.micro_batch_size * config.layout.dp)
-    traffic = disk_traffic(config)
-    a_step = parameters * (traffic.step + passes * traffic.pass_read)
+    on_disk, ranks = bytes_on_this_machine(costs.memory, parallel.layout, place)
+    a_step = on_disk / costs.disk.held * (costs.disk.step + num_microbatches * costs.disk.pass_read)
     known = device_of(device)
     rate = Device.nvme_gb_s if known is None else known.nvme_gb_s
     return [
-        f"on the disk of {config.parallel.offload_folder}: {format_bytes(on_disk)} of {ranks} "
+        f"on the disk of {parallel.offload_folder}: {format_bytes(on_disk)} of {ranks} "
         f"rank{'s' if ranks > 1 else ''} of this machine; a step reads and writes {format_bytes(a_step)}, "
         f"{a_step / (1e9 * rate):.2g} s at {rate:g} GB/s"
     ]
 
 
-def bytes_on_this_machine(config: Config, place: Place | None, *, vocab_size: int) -> tuple[int, int]:
-    """Bytes on the disk of this machine, and of how many ranks: those with this process, or all on a plain start."""
-    world, first, number = config.layout.world_size, 0, config.layout.world_size
+def bytes_on_this_machine(memory: Sequence[Memory], layout: Layout, place: Place | None) -> tuple[int, int]:
+    """Bytes on the disk of this machine, and of how many ranks: those with this process, or all on a plain start.
+
+    `memory` is that of each stage.
+    """
+    world, first, number = layout.world_size, 0, layout.world_size
     if place is not None:
         first, number = place.rank - place.local_rank, place.local_world_size
-    loads = stage_loads(config, vocab_size)
-    on_disk = [memory.disk for memory in expected_memory(config, loads, vocab_size=vocab_size)]
-    stages = Counter(config.layout.coordinates(rank).pp for rank in range(first, min(first + number, world)))
-    return sum(on_disk[stage] * ranks for stage, ranks in stages.items()), stages.total()
+    stages = Counter(layout.coordinates(rank).pp for rank in range(first, min(first + number, world)))
+    return sum(memory[stage].disk * ranks for stage, ranks in stages.items()), stages.total()

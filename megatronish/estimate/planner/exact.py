@@ -11,8 +11,8 @@ from megatronish.estimate.planner.pipeline_time import PipelineSeconds, Waits, w
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
 from megatronish.estimate.planner.workload import StageLayers, counted
-from megatronish.parallel.pipeline.stages import Stages, stage_loads
 from megatronish.parallel.schedules.plan import Action, StageChunk
+from megatronish.parallel.stages import Stages, stage_loads
 from megatronish.specs.costs import DeviceType
 
 MOST_ACTIONS = 12_000

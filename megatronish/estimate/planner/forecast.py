@@ -12,7 +12,7 @@ from megatronish.estimate.planner.devices import device_of, find_device
 from megatronish.estimate.planner.exact import exact_step, fullest_stage
 from megatronish.estimate.planner.step_time import StepClock
 from megatronish.estimate.planner.workload import StageLayers, Workload
-from megatronish.parallel.pipeline.stages import stage_loads
+from megatronish.parallel.stages import stage_loads
 from megatronish.specs.costs import DeviceType
 
 

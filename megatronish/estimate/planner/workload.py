@@ -18,9 +18,9 @@ from megatronish.estimate.costs.disk_traffic import DiskTraffic, disk_traffic
 from megatronish.estimate.costs.layer_kind_memory import LayerKind, layer_kinds
 from megatronish.estimate.costs.parameters import parameters_of_stage
 from megatronish.parallel.bucketing import WEIGHT_CODES, bytes_of_block
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.parallel.schedules.table import SCHEDULES
+from megatronish.parallel.stages import Stages
 from megatronish.specs.costs import Count, sum_counts
 
 Attention = Literal["flash", "unfused", "blocks"]

@@ -98,12 +98,12 @@ class BucketPlan:
         """Elements with all padding."""
         return padded_size(self.sizes, alignment=self.alignment, ranks=self.domain.shard.size)
 
-    @property
+    @cached_property
     def sums_over(self) -> tuple[Axis, ...]:
         """Axes over which the gradients are summed besides the domain's data ranks."""
         return self.sharding.sums_over(self.domain)
 
-    @property
+    @cached_property
     def counted(self) -> bool:
         """Whether this rank counts the parameters (`Sharding.is_counted`)."""
         return self.sharding.is_counted(self.domain)

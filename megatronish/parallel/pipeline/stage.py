@@ -12,9 +12,9 @@ from megatronish.core.errors import UserError
 from megatronish.model.gpt import GPT, Execution, MakeBlock, ModelChunk
 from megatronish.model.table import MODELS
 from megatronish.parallel.mesh import Mesh, TensorParallel
-from megatronish.parallel.pipeline.stages import Stages
 from megatronish.parallel.schedules.plan import StageChunk
 from megatronish.parallel.sharding import Sharding, collect_shardings
+from megatronish.parallel.stages import Stages
 from megatronish.specs.layers import layer_specs
 
 

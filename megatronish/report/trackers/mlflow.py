@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatronish.config.config import Config
+from megatronish.config.sections.run import LogConfig
 from megatronish.core.errors import without_passwords
 from megatronish.report.trackers.tracker import (
     Points,
@@ -32,13 +32,13 @@ class MLflow(Tracker):
 
     title = "MLflow"
 
-    def __init__(self, config: Config) -> None:
-        self.log = config.log
+    def __init__(self, log: LogConfig) -> None:
+        self.log = log
 
     @classmethod
-    def of(cls, config: Config) -> "MLflow | None":
+    def of(cls, log: LogConfig, _folder: Path) -> "MLflow | None":
         """Tracker of a config that names an experiment."""
-        return cls(config) if config.log.mlflow_experiment else None
+        return cls(log) if log.mlflow_experiment else None
 
     def begin(self, run: RunDescription) -> str:
         """Begin the run, or continue it."""

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatronish.config.config import Config
+from megatronish.config.sections.run import LogConfig
 from megatronish.report.trackers.tracker import Points, RunDescription, RunSummary, Tracker
 
 
@@ -22,9 +22,9 @@ class TensorBoard(Tracker):
         self.folder, self.queue_size = folder, queue_size
 
     @classmethod
-    def of(cls, config: Config) -> "TensorBoard":
+    def of(cls, log: LogConfig, folder: Path) -> "TensorBoard":
         """Writer into the run's folder of TensorBoard."""
-        return cls(config.tensorboard_dir, queue_size=config.log.tensorboard_queue_size)
+        return cls(folder, queue_size=log.tensorboard_queue_size)
 
     def begin(self, run: RunDescription) -> None:
         """Open a file of events, and write the texts."""

@@ -7,9 +7,10 @@ import importlib
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from megatronish.config.config import Config
+from megatronish.config.sections.run import LogConfig
 from megatronish.core.errors import without_passwords
 from megatronish.report.trackers.tracker import (
     LONGEST_WAIT,
@@ -29,13 +30,13 @@ class WeightsAndBiases(Tracker):
 
     title = "W&B"
 
-    def __init__(self, config: Config) -> None:
-        self.log = config.log
+    def __init__(self, log: LogConfig) -> None:
+        self.log = log
 
     @classmethod
-    def of(cls, config: Config) -> "WeightsAndBiases | None":
+    def of(cls, log: LogConfig, _folder: Path) -> "WeightsAndBiases | None":
         """Tracker of a config that names a project."""
-        return cls(config) if config.log.wandb_project else None
+        return cls(log) if log.wandb_project else None
 
     def begin(self, run: RunDescription) -> str:
         """Begin the run, or continue it; offline if the service does not take it."""

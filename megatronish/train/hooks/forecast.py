@@ -47,7 +47,7 @@ class Forecast(Hook):
     def __init__(self, path: Path, expected: dict[str, Any], device: torch.device) -> None:
         self.path, self.expected, self.device = path, expected, device
         self._seconds: list[float] = []
-        self._sent: dict[str, dict[str, int]] | None = None
+        self._sent: Counter[TrafficKey] | None = None
 
     def start(self, trainer: Trainer) -> None:
         """Write what is expected."""
@@ -68,7 +68,7 @@ class Forecast(Hook):
                 sums = TrafficKey("world", "all-reduce")
                 if sums in sent:  # hooks send their votes with the sums of the step; one process sends nothing
                     sent[sums] -= SCALAR * len(record.result.votes)
-                self._sent = by_axis(sent)
+                self._sent = sent
 
     def finish(self, trainer: Trainer) -> None:
         """Write what was measured next to it, as JSON and as a page, and print both."""
@@ -82,7 +82,7 @@ class Forecast(Hook):
             "steps": len(self._seconds),
             "peak_memory_bytes": memory,
             "memory_of": "the main rank's device" if on_gpu else "the main rank's process, with all its libraries",
-            **({} if self._sent is None else {"traffic": self._sent}),
+            **({} if self._sent is None else {"traffic": by_axis(self._sent)}),
         }
         self._write({"expected": self.expected, "measured": measured})
         self._write_text(self.path.with_name("report.md"), page(self.expected, measured))
@@ -105,11 +105,10 @@ class Forecast(Hook):
         """Whether the bytes of a step, where they were counted, are the expected ones."""
         if self._sent is None:
             return []
-        expected = self.expected["traffic"]
-        differ = sum(self._sent.get(axis) != expected.get(axis) for axis in {*self._sent, *expected})
-        return [
-            f"bytes differ over {differ} of {len({*self._sent, *expected})} axes" if differ else "bytes as expected"
-        ]
+        expected, sent = self.expected["traffic"], by_axis(self._sent)
+        axes = {*sent, *expected}
+        differ = sum(sent.get(axis) != expected.get(axis) for axis in axes)
+        return [f"bytes differ over {differ} of {len(axes)} axes" if differ else "bytes as expected"]
 
     def _write(self, content: dict[str, Any]) -> None:
         self._write_text(self.path, json.dumps(content, indent=2) + "\n")

@@ -20,7 +20,7 @@ from megatronish.parallel.block_codes import LARGEST_CODE, add_decoded, encode
 from megatronish.parallel.bucketing import CODE_BLOCK, bytes_of_block
 from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
 from megatronish.parallel.mesh import Axis, Mesh
-from megatronish.parallel.pipeline.stages import Stages
+from megatronish.parallel.stages import Stages
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -6,11 +6,11 @@ from functools import cache, cached_property
 from megatronish.config.config import Config
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.estimate.costs.flops import layer_flops, logits_flops
 from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan
 from megatronish.parallel.schedules.plan import Action, Placement, StageChunk
 from megatronish.parallel.schedules.split import SplitWeights, split_layers
 from megatronish.parallel.schedules.table import SCHEDULES, PipelineSchedule
+from megatronish.specs.flops import layer_flops, logits_flops
 from megatronish.specs.layers import layer_specs
 
 
@@ -95,7 +95,7 @@ def stage_loads(config: Config, vocab_size: int) -> list[StageLoad]:
     """The load of every stage in a step of a config."""
     training = config.training
     stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
-    return stages.loads(config.global_batch_size // (training.micro_batch_size * config.layout.dp))
+    return stages.loads(config.num_microbatches)
 
 
 @cache
