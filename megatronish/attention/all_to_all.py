@@ -29,6 +29,7 @@ def all_to_all_attention(
     first_head: int,
     dropout: ProbabilityDropout | None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
     heads = q.shape[2]
@@ -47,6 +48,7 @@ def all_to_all_attention(
         first_head=first_head + my_heads.start,
         dropout=dropout,
         sinks=None if sinks is None else sinks[my_heads.start : my_heads.stop],
+        cap=cap,
     )
     return to_places(out, cp)
 

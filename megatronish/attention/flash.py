@@ -70,14 +70,15 @@ def attend_alone(
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """[q, B, n, H], [S, B, kv, H], [S, B, kv, H] -> [q, B, n H]: queries are the whole sequence, or the end of it.
 
     n / kv query heads share a key/value head; `sinks` [n] are logits besides those of the keys. `auto` is SDPA
     (flash attention where the device has it) or FlexAttention, `flash` SDPA; with dropout both are attention block by
-    block.
+    block. With a soft `cap` of scores probabilities are explicit in any case.
     """
-    explicit = backend in ("fused_softmax", "unfused")
+    explicit = backend in ("fused_softmax", "unfused") or cap is not None
     has_blocks = mask.pattern is not None if dropout is not None else mask.runs_by_blocks(q.device)
     if has_blocks and not explicit and dropout is None and sinks is None and is_windowed(mask, q):
         assert mask.window_size is not None
@@ -93,7 +94,8 @@ def attend_alone(
             positions = torch.arange(mask.seq_length, device=q.device)
             queries = positions[mask.first_query :]
             drop = partial(dropout.drop, first_head=first_head, queries=queries, keys=positions)
-        out = explicit_attention(q, k, v, mask=mask, fused=backend != "unfused", dropout=drop, sinks=sinks)
+        fused = backend == "fused_softmax"
+        out = explicit_attention(q, k, v, mask=mask, fused=fused, dropout=drop, sinks=sinks, cap=cap)
     elif sinks is not None:
         out = sink_attention(q, k, v, sinks, mask=mask)
     else:

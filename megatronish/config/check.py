@@ -13,6 +13,7 @@ from megatronish.config.fields import FIELDS, Field, read_fields
 from megatronish.config.marks import REQUIRED
 from megatronish.config.rules import (
     bert,
+    block,
     data,
     experts,
     finetuning,
@@ -65,6 +66,7 @@ RULES = (
     *parallel.BACKEND_RULES,
     *parallel.ZERO_RULES,
     *model.RULES,
+    *block.RULES,
     *experts.RULES,
     *training.BATCH_RULES,
     *optimizer.LENGTH_RULES,

@@ -141,6 +141,7 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
         "add_mlp_bias": model.mlp_bias,
         "add_qkv_bias": model.qkv_bias,
         "max_position_embeddings": model.max_position_embeddings or seq_length,
+        "softmax_scale": None if model.score_factor is None else model.softmax_scale,
         "window_attn_skip_freq": _pattern(model.windowed_layers),
         "no_rope_freq": _pattern(tuple(not rotated for rotated in model.rotated_layers)),
     }
@@ -154,7 +155,7 @@ def _idle_fields(model: ModelConfig) -> set[str]:
     """Fields that a model of this kind does not read."""
     idle = {"group_query_attention"}  # contained in the number of query groups
     if model.position_embedding_type != "learned_absolute":
-        idle.add("max_position_embeddings")
+        idle |= {"max_position_embeddings", "position_offset"}
     if model.position_embedding_type != "rope":
         idle |= {"rope_scaling_type", "no_rope_freq", *ROPE}
     if not any(model.windowed_layers):
@@ -163,6 +164,8 @@ def _idle_fields(model: ModelConfig) -> set[str]:
     idle |= {name for names in READ_BY.values() for name in names} - set(read)
     if not any(model.expert_layers):
         idle |= {"num_experts", *(name for name in vars(model) if name.startswith("moe_"))}
+    if not model.qk_layernorm:
+        idle |= {"qk_layernorm_across_heads", "qk_layernorm_by_head"}
     if not model.is_gated:
         idle |= {"glu_linear_offset", "activation_func_clamp_value"}
     return idle | set().union(*ROPE_SCALING.values()) - set(ROPE_SCALING[model.rope_scaling])

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatronish.config.sections.block import NormParameters
 from megatronish.config.sections.model import ModelConfig
 from megatronish.ops.library import accumulation_dtype
 from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -18,6 +19,7 @@ class Norm(nn.Module):
 
     `partial`: each tp rank normalises other values (a part of the sequence, or heads of its own) with the same weight,
     so its gradient is a part of the whole. `one_plus` stores the weight as w - 1. `of_heads`: of queries or keys.
+    `learned`: the weight, and LayerNorm's bias; the weight alone; or nothing.
     """
 
     def __init__(
@@ -29,33 +31,46 @@ class Norm(nn.Module):
         partial: bool,
         one_plus: bool = False,
         of_heads: bool = False,
+        learned: NormParameters = "all",
     ) -> None:
         super().__init__()
-        self.size, self.epsilon, self.partial, self.one_plus = size, epsilon, partial, one_plus
+        self.size, self.kind, self.epsilon, self.partial, self.one_plus = size, kind, epsilon, partial, one_plus
         self.role: Role = "qk_norm" if of_heads else "vector"
-        self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if kind == "LayerNorm" else None
+        self.weight = nn.Parameter(torch.empty(size)) if learned != "none" else None
+        self.bias = nn.Parameter(torch.empty(size)) if kind == "LayerNorm" and learned == "all" else None
 
     def shardings(self) -> dict[str, Sharding]:
         """Both parameters are whole on every tp rank."""
         partial_over = frozenset({"tp"} if self.partial else ())
         init = Init(value=0.0 if self.one_plus else 1.0)
-        shardings = {"weight": Sharding((self.size,), partial_over=partial_over, role=self.role, init=init)}
+        shardings = {}
+        if self.weight is not None:
+            shardings["weight"] = Sharding((self.size,), partial_over=partial_over, role=self.role, init=init)
         if self.bias is not None:
             shardings["bias"] = Sharding((self.size,), partial_over=partial_over, role=self.role)
         return shardings
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]: x normalised, scaled and, in LayerNorm, shifted."""
-        if self.bias is not None:
-            return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon, one_plus=self.one_plus)
-        return rms_norm(x, self.weight, epsilon=self.epsilon, one_plus=self.one_plus)
+        weight = self._weight_for(x)
+        if self.kind == "LayerNorm":
+            return layer_norm(x, weight, self._bias_for(weight), epsilon=self.epsilon, one_plus=self.one_plus)
+        return rms_norm(x, weight, epsilon=self.epsilon, one_plus=self.one_plus)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + y, and x + y itself: the residual addition and the norm after it in one operator."""
-        if self.bias is not None:
-            return add_layer_norm(x, y, self.weight, self.bias, epsilon=self.epsilon, one_plus=self.one_plus)
-        return add_rms_norm(x, y, self.weight, epsilon=self.epsilon, one_plus=self.one_plus)
+        weight = self._weight_for(x)
+        if self.kind == "LayerNorm":
+            return add_layer_norm(x, y, weight, self._bias_for(weight), epsilon=self.epsilon, one_plus=self.one_plus)
+        return add_rms_norm(x, y, weight, epsilon=self.epsilon, one_plus=self.one_plus)
+
+    def _weight_for(self, x: Tensor) -> Tensor:
+        """The weight; if none is learned, one that changes nothing."""
+        return x.new_full((self.size,), 0.0 if self.one_plus else 1.0) if self.weight is None else self.weight
+
+    def _bias_for(self, weight: Tensor) -> Tensor:
+        """The bias; if none is learned, zeros."""
+        return weight.new_zeros(self.size) if self.bias is None else self.bias
 
 
 def residual_norm(config: ModelConfig, *, tp: TensorParallel) -> Norm:
@@ -66,6 +81,7 @@ def residual_norm(config: ModelConfig, *, tp: TensorParallel) -> Norm:
         epsilon=config.norm_epsilon,
         partial=tp.cuts_sequence,
         one_plus=config.apply_layernorm_1p,
+        learned=config.norm_parameters,
     )
 
 
@@ -89,6 +105,34 @@ class AllHeadsNorm(nn.Module):
         """[..., n / tp, H] -> [..., n / tp, H]."""
         y = _CutRMSNorm.apply(x.flatten(-2), self.weight, self.size, self.epsilon, self.tp)
         return y.view_as(x)
+
+
+class EachHeadNorm(nn.Module):
+    """Norm of each head with a weight of its own and no bias (StableLM, Cohere): [..., n / tp, H] -> [..., n / tp, H].
+
+    The weight, [n H], is cut over tp with the heads.
+    """
+
+    def __init__(
+        self, heads: int, size: int, *, kind: Literal["LayerNorm", "RMSNorm"], epsilon: float, tp: Axis
+    ) -> None:
+        super().__init__()
+        self.heads, self.size, self.kind, self.epsilon = heads, size, kind, epsilon
+        self.weight = nn.Parameter(torch.empty(heads * size // tp.size))
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Cut over tp, with the heads."""
+        shape = (self.heads * self.size,)
+        return {"weight": Sharding(shape, (Cut(0, "tp"),), role="qk_norm", init=Init(value=1.0))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., n / tp, H] -> [..., n / tp, H]."""
+        ones = x.new_ones(self.size)
+        if self.kind == "LayerNorm":
+            normalised = layer_norm(x, ones, x.new_zeros(self.size), epsilon=self.epsilon)
+        else:
+            normalised = rms_norm(x, ones, epsilon=self.epsilon)
+        return normalised * self.weight.view(-1, self.size)
 
 
 class _CutRMSNorm(torch.autograd.Function):

@@ -25,7 +25,7 @@ from megatronish.attention.ring import ring_attention
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatronish.layers.norm import AllHeadsNorm, Norm
+from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm, Norm
 from megatronish.model.context import Context
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import rotate
@@ -60,6 +60,7 @@ class CoreAttention:
         first_head: int,
         dropout: ProbabilityDropout | None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H], for heads from `first_head` on."""
         run = partial(
@@ -70,6 +71,7 @@ class CoreAttention:
             backend=self.backend,
             first_head=first_head,
             dropout=dropout,
+            cap=cap,
         )
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
         return recompute(run, *inputs) if self.recompute else run(*inputs)
@@ -116,14 +118,18 @@ class Attention(nn.Module):
             spec.sections["q"], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std, section="o"
         )
         if spec.qk_norm:
-            self.q_norm, self.k_norm = (self._make_norm(size, tp) for size in (spec.sections["q"], spec.sections["k"]))
+            sections = spec.sections
+            self.q_norm, self.k_norm = (self._make_norm(size, tp) for size in (sections["q"], sections["k"]))
         self.sinks = nn.Parameter(torch.empty(num_local_heads)) if spec.softmax == "learnable" else None
 
-    def _make_norm(self, size: int, tp: TensorParallel) -> Norm | AllHeadsNorm:
+    def _make_norm(self, size: int, tp: TensorParallel) -> Norm | AllHeadsNorm | EachHeadNorm:
         """Norm of the queries, or of the keys, with `size` features in all heads."""
         config = self.config
         if self.spec.norm_across_heads:
             return AllHeadsNorm(size, epsilon=config.norm_epsilon, tp=tp.axis)
+        if self.spec.norm_by_head:
+            head = self.spec.head_size
+            return EachHeadNorm(size // head, head, kind=config.normalization, epsilon=config.norm_epsilon, tp=tp.axis)
         # Each tp rank normalises heads of its own with the shared weight.
         return Norm(
             self.spec.head_size,
@@ -131,6 +137,7 @@ class Attention(nn.Module):
             epsilon=config.norm_epsilon,
             partial=tp.size > 1,
             of_heads=True,
+            learned=config.norm_parameters,
         )
 
     def shardings(self) -> dict[str, Sharding]:
@@ -147,11 +154,13 @@ class Attention(nn.Module):
         mask = context.mask(self.spec.window, self.slopes, self.spec.pattern)
         dropout = context.attention_dropout(rate=self.config.attention_dropout)
         sinks = q.new_zeros(q.shape[2]) if self.spec.softmax == "off-by-one" else self.sinks
-        attended = self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks)
+        attended = self.core(
+            q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks, cap=self.spec.cap
+        )
         return self.out(attended, drop=context)
 
     def queries_keys_values(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised, clipped and rotated."""
+        """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised, clipped, rotated and scaled."""
         parts = self.qkv(x, drop=context).split(self.local_sections, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_size)) for part in parts)
         if self.spec.qk_norm:
@@ -160,7 +169,8 @@ class Attention(nn.Module):
             q, k, v = (part.clamp(-bound, bound) for part in (q, k, v))
         if context.rotation is not None and self.spec.rotary:
             q, k = (rotate(part, context.rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))
-        return q, k, v
+        # Every operation of core attention divides scores by the root of the size of a head.
+        return q if self.spec.factor is None else q * self.spec.factor, k, v
 
 
 def attend(
@@ -175,15 +185,19 @@ def attend(
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says.
 
     n / k query heads share a key/value head. `first_head` is the number of this tp rank's first head among all heads.
-    The mask's slopes and `sinks` [n] are those of this tp rank's heads.
+    The mask's slopes and `sinks` [n] are those of this tp rank's heads. `cap` is a soft cap of scores.
     """
     with marked(ATTENTION):
         if cp.size > 1 and method == "p2p":
-            assert backend in ("auto", "flash"), "a rank of a ring sees no whole row of probabilities"
+            is_explicit = backend in ("fused_softmax", "unfused") or cap is not None
+            assert not is_explicit, "a rank of a ring sees no whole row of probabilities"
             return ring_attention(q, k, v, cp=cp, mask=mask, first_head=first_head, dropout=dropout, sinks=sinks)
         over_cp = attend_alone if cp.size == 1 else partial(all_to_all_attention, cp=cp)
-        return over_cp(q, k, v, mask=mask, backend=backend, first_head=first_head, dropout=dropout, sinks=sinks)
+        return over_cp(
+            q, k, v, mask=mask, backend=backend, first_head=first_head, dropout=dropout, sinks=sinks, cap=cap
+        )

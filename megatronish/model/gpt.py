@@ -2,8 +2,9 @@
 
 The options of `ModelConfig` cover GPT-2 (learned positions, LayerNorm, GELU, biases, tied embeddings), Llama (RoPE,
 RMSNorm, SwiGLU, no biases, grouped queries, untied), Mistral and Qwen (windows, qkv bias, qk-norm), BLOOM (ALiBi, a
-norm after the embedding), the dense parts of gpt-oss (sinks, windows in some layers, quick GEGLU), and experts
-(Mixtral, Qwen-MoE, OLMoE). Parameters carry the names they have in the whole model, whatever chunk they are in.
+norm after the embedding), the dense parts of gpt-oss (sinks, windows in some layers, quick GEGLU), norms after
+sublayers or around them, attention and MLP side by side, factors and soft caps (OLMo 2, Gemma, GPT-NeoX, Granite), and
+experts (Mixtral, Qwen-MoE, OLMoE). Parameters carry the names they have in the whole model, whatever chunk they are in.
 """
 
 import math
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatronish.attention.cached import KeyValueCache
@@ -38,6 +40,7 @@ from megatronish.model.mlp import MLP
 from megatronish.model.recompute import Recompute, recompute
 from megatronish.model.rope import RotaryEmbedding
 from megatronish.model.routing import Tally
+from megatronish.ops.softcap import soft_capped
 from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.specs.layers import layer_specs
 from megatronish.watch.record import RankRecord
@@ -57,36 +60,60 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
         super().__init__()
-        self.config, self.layer, self.is_post_norm = config, layer, config.is_post_norm
+        self.config, self.layer, self.placement = config, layer, config.placement
         spec = layer_specs(config)[layer]
+        placement = self.placement
         # Residual outputs start smaller, so that their sum over the depth does not grow (Radford et al. 2019).
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
-        self.attention_norm = residual_norm(config, tp=tp)
+        make_norm = partial(residual_norm, config, tp=tp)
+        self.attention_norm = make_norm() if placement != "output" else None
         self.attention = Attention(config, spec.attention, layer=layer, tp=tp, core=core, output_std=output_std)
-        self.mlp_norm = residual_norm(config, tp=tp)
+        self.attention_output_norm = make_norm() if placement in ("output", "sandwich") else None
+        self.mlp_norm = make_norm() if placement not in ("output", "parallel") else None
         self.mlp: MLP | MixtureOfExperts
         if spec.mlp.kind == "experts":
             self.mlp = MixtureOfExperts(config, spec.mlp, layer=layer, tp=tp, output_std=output_std)
         else:
             self.mlp = MLP(config, spec.mlp, tp=tp, output_std=output_std)
+        self.mlp_output_norm = make_norm() if placement in ("output", "sandwich") else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x + attention(norm(x)), then x + MLP(norm(x)), each sublayer's output with dropout.
 
-        Post-norm: norm(x + attention(x)), then norm(x + MLP(x)).
+        Other placements of norms are in config/sections/block.py.
         """
-        if self.is_post_norm:
-            return self._normalised_after(x, context)
+        match self.placement:
+            case "post":
+                return self._normalised_after(x, context)
+            case "parallel" | "parallel_norms":
+                return self._side_by_side(x, context)
         rate = self.config.hidden_dropout
-        attended = self.attention(self.attention_norm(x), context)
-        if context.dropout is None or rate == 0.0:
+        attended = self.attention(_normalised(self.attention_norm, x), context)
+        attended = self._added(attended, self.attention_output_norm)
+        if self.mlp_norm is not None and (context.dropout is None or rate == 0.0):
             normalised, x = self.mlp_norm.of_sum(x, attended)
         else:
             x = context.drop(attended, site="attention_output", rate=rate, residual=x)
-            normalised = self.mlp_norm(x)
-        return context.drop(self.mlp(normalised, context), site="mlp_output", rate=rate, residual=x)
+            normalised = _normalised(self.mlp_norm, x)
+        y = self._added(self.mlp(normalised, context), self.mlp_output_norm)
+        return context.drop(y, site="mlp_output", rate=rate, residual=x)
+
+    def _added(self, y: Tensor, norm: Norm | None) -> Tensor:
+        """What a sublayer's output adds to the residual stream: normalised, if it has a norm, and times a factor."""
+        y, factor = _normalised(norm, y), self.config.residual_multiplier
+        return y if factor == 1.0 else y * factor
+
+    def _side_by_side(self, x: Tensor, context: Context) -> Tensor:
+        """x + attention(norm(x)) + MLP(norm(x)), with one norm or two; each output has dropout of its own."""
+        rate = self.config.hidden_dropout
+        normalised = _normalised(self.attention_norm, x)
+        of_mlp = normalised if self.mlp_norm is None else self.mlp_norm(x)
+        attended = self._added(self.attention(normalised, context), None)
+        x = context.drop(attended, site="attention_output", rate=rate, residual=x)
+        return context.drop(self._added(self.mlp(of_mlp, context), None), site="mlp_output", rate=rate, residual=x)
 
     def _normalised_after(self, x: Tensor, context: Context) -> Tensor:
+        assert self.attention_norm is not None and self.mlp_norm is not None
         sublayers = (
             (self.attention, self.attention_norm, "attention_output"),
             (self.mlp, self.mlp_norm, "mlp_output"),
@@ -99,6 +126,10 @@ class TransformerBlock(nn.Module):
             else:
                 x = norm(context.drop(y, site=site, rate=rate, residual=x))
         return x
+
+
+def _normalised(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 BLOCKS: dict[str, Callable[..., nn.Module]] = {"transformer": TransformerBlock}
@@ -133,7 +164,7 @@ class Execution:
 class Embedding(nn.Module):
     """Input embedding, [B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D]): tokens, and positions if learned.
 
-    The `norm` of --embed-layernorm is that of the tokens' embeddings.
+    The `norm` of --embed-layernorm is that of the tokens' embeddings, which --embedding-multiplier multiplies before.
     """
 
     def __init__(
@@ -150,11 +181,15 @@ class Embedding(nn.Module):
 
     def forward(self, context: Context) -> Tensor:
         """Embeddings of the micro-batch's tokens, with dropout."""
-        x = self.tokens(context.batch.tokens)
+        x, config = self.tokens(context.batch.tokens), self.config
+        if config.embedding_multiplier != 1.0:
+            # As a tensor, and not as a number of Python: Gemma has learned with the factor rounded to the dtype.
+            x = x * torch.full((), config.embedding_multiplier, dtype=x.dtype, device=x.device)
         if self.norm is not None:
             x = self.norm(x)
         if self.positions is not None:
-            x = x + self.positions(context.batch.position_ids)
+            ids = context.batch.position_ids
+            x = x + self.positions(ids + config.position_offset if config.position_offset else ids)
         return context.drop(x, site="embedding", rate=self.config.hidden_dropout)
 
 
@@ -222,7 +257,7 @@ class GPT(nn.Module):
     def _make_end(self) -> None:
         """What follows the last layer."""
         self.final_norm = residual_norm(self.config, tp=self.tp)
-        self.head = self._make_output_layer()
+        self.head = self._make_output_layer(bias=self.config.add_output_bias)
 
     def _make_embedding(self, num_positions: int) -> Embedding:
         """Input embedding; on a stage that only ends the model, its tied weight alone."""
@@ -233,7 +268,8 @@ class GPT(nn.Module):
         )
         positions = None
         if self.is_first and config.position_embedding_type == "learned_absolute":
-            positions = PositionEmbedding(num_positions, config.hidden_size, tp=tp, init_std=std)
+            rows = config.position_offset + num_positions
+            positions = PositionEmbedding(rows, config.hidden_size, tp=tp, init_std=std)
         norm = residual_norm(config, tp=tp) if self.is_first and config.embed_layernorm else None
         return self._new_embedding(tokens, norm, positions)
 
@@ -333,7 +369,12 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
-        return self.head(self.final_norm(x))
+        x, config = self.final_norm(x), self.config
+        if config.logits_multiplier != 1.0:  # of the input of the output layer, which is smaller than the logits
+            x = x * config.logits_multiplier
+        logits = self.head(x)
+        cap = config.final_logit_softcapping
+        return logits if cap is None else soft_capped(logits, cap)
 
     def predicting(self, x: Tensor, batch: MicroBatch) -> Tensor:
         """[S, B, D] from the last layer -> the rows of which there are logits: all."""

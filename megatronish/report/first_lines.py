@@ -157,6 +157,8 @@ def _attention(config: Config) -> str:
         over_cp, is_ring = OVER_CP[parallel.cp_comm_type], parallel.cp_comm_type == "p2p"
     if model.has_encoder:
         return f"{over_cp}explicit probabilities by torch's softmax, of scores with a bias that learns"
+    if model.attn_logit_softcapping is not None:
+        return f"{over_cp}explicit probabilities by torch's softmax, of scores with a soft cap"
     # What the fused softmax does not know.
     unknown = (
         "sinks" if model.softmax_type != "vanilla" else "ALiBi" if model.position_embedding_type == "alibi" else ""

@@ -83,6 +83,8 @@ class AttentionSpec:
     """Each head's queries and keys are normalised."""
     norm_across_heads: bool = False
     """All heads are normalised at once."""
+    norm_by_head: bool = False
+    """Each head has a weight of its own."""
     clip: float | None = None
     """Bound of queries, keys and values on both sides."""
     qkv_bias: bool = True
@@ -90,6 +92,10 @@ class AttentionSpec:
     rotary: bool = True
     """Queries and keys are turned, in a model with RoPE."""
     softmax: SoftmaxType = "vanilla"
+    factor: float | None = None
+    """Factor of the queries, besides the root of the size of a head that divides scores; None: 1."""
+    cap: float | None = None
+    """Soft cap of the scores; with one, probabilities are explicit."""
 
     @classmethod
     def of(cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True) -> "AttentionSpec":
@@ -102,11 +108,14 @@ class AttentionSpec:
             pattern=BlockPattern.of(model) if windowed else None,
             qk_norm=model.qk_layernorm,
             norm_across_heads=model.qk_layernorm_across_heads,
+            norm_by_head=model.qk_layernorm_by_head,
             clip=model.clip_qkv,
             qkv_bias=model.qkv_bias,
             out_bias=model.attention_bias,
             rotary=rotary,
             softmax=model.softmax_type,
+            factor=model.score_factor,
+            cap=model.attn_logit_softcapping,
         )
 
     @property
@@ -131,7 +140,15 @@ class AttentionSpec:
             )
         else:
             norms = tuple(
-                NormShape(model.normalization, self.head_size, heads, is_split=True, name=name)
+                NormShape(
+                    model.normalization,
+                    self.head_size,
+                    heads,
+                    is_split=True,
+                    name=name,
+                    learned=model.norm_parameters,
+                    each_weight=self.norm_by_head,
+                )
                 for name, heads in zip(names, (self.num_heads, self.num_kv_heads), strict=True)
             )
         return LayerCost(
@@ -160,11 +177,15 @@ class AttentionSpec:
 
     def is_flex(self, run: AttentionRun) -> bool:
         """Whether a mask needs FlexAttention, whose output is in the order of the sequence."""
-        return self.is_masked(run) and run.backend == "auto"
+        return self.is_masked(run) and run.backend == "auto" and not self.is_explicit(run)
+
+    def is_explicit(self, run: AttentionRun) -> bool:
+        """Whether there are explicit probabilities, which a cap of scores needs."""
+        return run.backend in ("fused_softmax", "unfused") or self.cap is not None
 
     def is_sdpa(self, run: AttentionRun) -> bool:
         """Attention with dropout goes block by block, and sinks are added to flash attention."""
-        is_plain = run.backend in ("auto", "flash") and not run.has_dropout and self.softmax == "vanilla"
+        is_plain = not self.is_explicit(run) and not run.has_dropout and self.softmax == "vanilla"
         return is_plain and not run.is_ring
 
     def has_dense_mask(self, run: AttentionRun) -> bool:
@@ -205,7 +226,7 @@ class AttentionSpec:
         size, heads = run.size, self.num_heads * self.head_size
         sizes = heads + 2 * self.num_kv_heads * self.head_size
         num_bytes = size.residual + size.feature * (sizes + heads)
-        if run.backend in ("fused_softmax", "unfused"):
+        if self.is_explicit(run):
             return num_bytes + self._explicit_transients(run)
         if not run.is_ring and not run.has_dropout:  # with gradients of copied keys and values
             return num_bytes + (size.feature * 2 * heads if self.repeats_heads(run) else 0)
@@ -237,21 +258,23 @@ class AttentionSpec:
         return more * run.tokens * run.seq_length * self.num_heads / run.size.tp
 
     def has_fused_softmax(self, run: AttentionRun) -> bool:
-        """Whether the softmax of explicit scores is the fused one, which knows no ALiBi and no sinks."""
-        return run.backend == "fused_softmax" and not run.has_alibi and self.softmax == "vanilla"
+        """Whether the softmax of explicit scores is the fused one, which knows no ALiBi, no sinks and no cap."""
+        is_plain = not run.has_alibi and self.softmax == "vanilla" and self.cap is None
+        return run.backend == "fused_softmax" and is_plain
 
     def bytes_per_score(self, run: AttentionRun) -> int:
         """Bytes that attention keeps of each query with each key: probabilities, dropout's mask, and what that left.
 
         The fused softmax keeps its output, in the dtype of the model; torch's one in fp32, and a copy for the product
-        with the values where these are shorter; with ALiBi or sinks there is only torch's. SDPA, and attention with
-        dropout block by block, keep nothing.
+        with the values where these are shorter; with ALiBi or sinks there is only torch's. A cap keeps its output, in
+        fp32. SDPA, and attention with dropout block by block, keep nothing.
         """
         width = run.size.element
-        if run.backend in ("auto", "flash"):
+        if not self.is_explicit(run):
             return 0
         if not self.has_fused_softmax(run):
-            return 4 + (1 + width if run.has_dropout else 2 if width == 2 else 0)
+            capped = 0 if self.cap is None else 4
+            return 4 + capped + (1 + width if run.has_dropout else 2 if width == 2 else 0)
         return width + (1 + width if run.has_dropout else 0)
 
     # Exchange

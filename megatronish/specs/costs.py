@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from megatronish.config.sections.block import NormParameters
 from megatronish.specs.block_pattern import BlockPattern
 
 DeviceType = Literal["cpu", "cuda"]
@@ -134,13 +135,29 @@ class NormShape:
     name: str = ""
     share: Fraction | int = 1
     """Part of the tokens of a row that are normalised."""
+    learned: NormParameters = "all"
+    """What it learns."""
+    each_weight: bool = False
+    """Every vector has a weight of its own, cut with the vectors, and none has a bias."""
+    shares_input: bool = False
+    """Another norm of the row keeps the same input."""
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether there is a weight."""
+        return self.learned != "none"
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias."""
+        return self.kind == "LayerNorm" and self.learned == "all" and not self.cuts_weight and not self.each_weight
 
     @property
     def parameters(self) -> Count:
         """Weight, and LayerNorm's bias; whole on every rank, unless it is cut."""
-        if self.cuts_weight:
-            return Count(split=self.size)
-        return Count(whole=self.size * (2 if self.kind == "LayerNorm" else 1))
+        if self.cuts_weight or self.each_weight:
+            return Count(split=self.size * self.vectors)
+        return Count(whole=self.size * (self.has_weight + self.has_bias))
 
     def saved_bytes(self, *, element_bytes: int, device: DeviceType) -> Count:
         """Bytes a token that wait for its backward: the input.
@@ -151,6 +168,10 @@ class NormShape:
         width = element_bytes
         if device == "cpu" and not self.cuts_weight:
             width = 8 if self.kind == "RMSNorm" else 4 if self.one_plus else element_bytes
+        if self.each_weight:
+            width += element_bytes  # what is multiplied by the weights
+        if self.shares_input and (element_bytes == 4 or width == element_bytes):
+            width -= element_bytes
         size = int(self.size * self.vectors * width * self.share)
         return Count(split=size) if self.is_split else Count(whole=size)
 

@@ -60,13 +60,19 @@ class ModelEnds:
 
 
 def _norm(model: ModelConfig, name: str) -> NormShape:
-    return NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p, name=name)
+    return NormShape(
+        model.normalization,
+        model.hidden_size,
+        one_plus=model.apply_layernorm_1p,
+        name=name,
+        learned=model.norm_parameters,
+    )
 
 
 def _positions(model: ModelConfig, seq_length: int) -> tuple[SmallTable, ...]:
     if model.position_embedding_type != "learned_absolute":
         return ()
-    return (SmallTable("positions", model.max_position_embeddings or seq_length),)
+    return (SmallTable("positions", model.position_offset + (model.max_position_embeddings or seq_length)),)
 
 
 def gpt_ends(model: ModelConfig, seq_length: int) -> ModelEnds:
@@ -75,6 +81,7 @@ def gpt_ends(model: ModelConfig, seq_length: int) -> ModelEnds:
         _positions(model, seq_length),
         norm=_norm(model, "norm") if model.embed_layernorm else None,
         head=LayerCost(norms=(_norm(model, "final_norm"),)),
+        has_bias=model.add_output_bias,
     )
 
 

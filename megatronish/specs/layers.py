@@ -190,11 +190,24 @@ class LayerSpec:
         return (self.attention,)
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """Rows of both sublayers, and two norms."""
-        attention_norm, mlp_norm = (
-            LayerCost(norms=(_norm_shape(model, name),)) for name in ("attention_norm", "mlp_norm")
-        )
-        return attention_norm + self.attention.cost(model) + mlp_norm + self.mlp.cost(model)
+        """Rows of both sublayers, and of the norms that the layer has."""
+        attention, mlp = self.attention.cost(model), self.mlp.cost(model)
+
+        def norm(name: str, *, shares_input: bool = False) -> LayerCost:
+            return LayerCost(norms=(replace(_norm_shape(model, name), shares_input=shares_input),))
+
+        match model.placement:
+            case "output":
+                return attention + norm("attention_output_norm") + mlp + norm("mlp_output_norm")
+            case "sandwich":
+                attention = norm("attention_norm") + attention + norm("attention_output_norm")
+                return attention + norm("mlp_norm") + mlp + norm("mlp_output_norm")
+            case "parallel":  # the input of two linear layers is kept once
+                once = LayerCost(kept=Count(whole=-model.hidden_size))
+                return norm("attention_norm") + attention + mlp + once
+            case "parallel_norms":
+                return norm("attention_norm") + attention + norm("mlp_norm", shares_input=True) + mlp
+        return norm("attention_norm") + attention + norm("mlp_norm") + mlp
 
     def more_kept(self, run: AttentionRun, *, learns: bool) -> float:
         """Bytes that a GPU keeps more than the cost row says."""
@@ -259,7 +272,13 @@ class SideSpec(LayerSpec):
 
 
 def _norm_shape(model: ModelConfig, name: str) -> NormShape:
-    return NormShape(model.normalization, model.hidden_size, one_plus=model.apply_layernorm_1p, name=name)
+    return NormShape(
+        model.normalization,
+        model.hidden_size,
+        one_plus=model.apply_layernorm_1p,
+        name=name,
+        learned=model.norm_parameters,
+    )
 
 
 def _experts(model: ModelConfig) -> ExpertsSpec:

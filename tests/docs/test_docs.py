@@ -25,11 +25,13 @@ from megatronish.config.read import ConfigError, read_config
 from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import format_bytes
 from megatronish.estimate.costs.parameters import num_parameters
+from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.start import read_start
 from megatronish.parallel.stages import Stages
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONVERT = (ROOT / "docs" / "CONVERT.md").read_text(encoding="utf-8")
 
 VOCABULARIES = {
     "quick": 257,
@@ -55,6 +57,16 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 COMMANDS = [words for document in DOCUMENTS for words in commands(document.read_text(encoding="utf-8"))]
+
+
+def test_every_family_of_hugging_face_has_a_row() -> None:
+    supported, refused = CONVERT.split("### Families that are refused")
+    rows = [line.split("|")[2] for line in supported.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row)}
+    assert named >= FAMILIES.keys()
+    others = [line.split("|")[1] for line in refused.split("## Which tensor")[0].splitlines() if line.startswith("| `")]
+    alone = {name for row in others if " with " not in row for name in re.findall(r"`([a-z0-9_]+)`", row)}
+    assert not alone & FAMILIES.keys()
 
 
 def of_script(start: str) -> list[list[str]]:

@@ -67,6 +67,17 @@ MODELS = {
     "quick geglu": replace(GPT2, quick_geglu=True),
     "quick geglu, clamped": replace(LLAMA, swiglu=False, quick_geglu=True, activation_func_clamp_value=1.0),
     "swiglu with an offset": replace(LLAMA, glu_linear_offset=1.0),
+    "gemma 2": replace(
+        LLAMA, norm_placement="sandwich", softmax_scale=0.4, attn_logit_softcapping=1.5, final_logit_softcapping=2.0
+    ),
+    "gpt2 in a sandwich, times a factor": replace(GPT2, norm_placement="sandwich", residual_multiplier=0.5),
+    "olmo2": replace(LLAMA, norm_placement="output", qk_layernorm=True, qk_layernorm_across_heads=True),
+    "gpt-j": replace(GPT2, norm_placement="parallel", disable_bias_linear=True, add_mlp_bias=True),
+    "gpt-neox": replace(GPT2, norm_placement="parallel_norms"),
+    "rms norms side by side": replace(LLAMA, norm_placement="parallel_norms"),
+    "cohere": replace(LLAMA, norm_placement="parallel", normalization="LayerNorm", norm_parameters="weight"),
+    "olmo": replace(LLAMA, normalization="LayerNorm", norm_parameters="none", clip_qkv=3.0),
+    "stablelm": replace(LLAMA, normalization="LayerNorm", qk_layernorm=True, qk_layernorm_by_head=True),
 }
 DTYPES = (torch.float32, torch.bfloat16)
 TINY = 0.02  # of a layer: statistics of norms, log-sum-exps of attention

@@ -547,6 +547,13 @@ def test_what_a_run_changed_is_changed_and_no_more(tmp_path: Path) -> None:
         ({"add_mlp_bias": True}, "llama"),
         (BLOOM_PARTS, "bloom"),
         ({"kv_channels": 16, "num_query_groups": 2, "group_query_attention": True}, "llama"),
+        ({"no_rope_freq": "2"}, "smollm3"),
+        ({"rotary_percent": 0.5}, "phi3"),
+        ({"residual_multiplier": 0.5}, "granite"),
+        ({"norm_placement": "output", "qk_layernorm": True}, "exaone4"),
+        ({"norm_placement": "output", "qk_layernorm": True, "qk_layernorm_across_heads": True}, "olmo2"),
+        ({"rotary_interleaved": True}, "helium"),
+        ({"rotary_interleaved": True, "disable_bias_linear": False}, "ernie4_5"),
     ],
     ids=str,
 )
@@ -570,7 +577,11 @@ def test_a_model_keeps_the_family_it_came_from_where_that_can_say_it(tmp_path: P
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
+        ({"rotary_percent": 0.5, "qk_layernorm": True}, "rotary_percent=0.5"),
+        ({"softmax_scale": 0.5, "qk_layernorm": True}, "llama not qk_layernorm; "),
+        ({"softmax_scale": 0.5, "qk_layernorm": True}, "qwen3 not softmax_scale=0.5"),
+        ({"attn_logit_softcapping": 5.0}, "llama not attn_logit_softcapping=5.0"),
+        ({"norm_placement": "sandwich"}, "llama not norm_placement=sandwich"),
         ({"squared_relu": True, "swiglu": False}, "an MLP without swiglu"),
         ({"position_embedding_type": "none"}, "position_embedding_type=none"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "qwen3 not biases of linear layers"),
@@ -600,7 +611,6 @@ def test_a_model_that_no_family_can_say_is_refused_by_name(fields: dict[str, Any
         {"swiglu": False, "quick_geglu": True},
         {"glu_linear_offset": 1.0},
         {"activation_func_clamp_value": 7.0},
-        {"no_rope_freq": "2"},
     ],
     ids=str,
 )

@@ -84,6 +84,39 @@ VARIANTS = {
     "smollm": replace(LLAMA, no_rope_freq="[0, 1]", activation_func_clamp_value=0.5),
     "off by one": replace(LLAMA, softmax_type="off-by-one", embed_layernorm=True, apply_layernorm_1p=True),
     "gpt2 with rope and qk layernorm": replace(GPT2, position_embedding_type="rope", qk_layernorm=True),
+    "gemma": replace(LLAMA, swiglu=False, geglu=True, apply_layernorm_1p=True, embedding_multiplier=24**0.5),
+    "gemma 2": replace(
+        LLAMA,
+        norm_placement="sandwich",
+        softmax_scale=0.4,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.5,
+        window_size=6,
+        window_attn_skip_freq="2",
+    ),
+    "olmo 2": replace(LLAMA, norm_placement="output", qk_layernorm=True, qk_layernorm_across_heads=True),
+    "gpt-j": replace(
+        GPT2,
+        norm_placement="parallel",
+        disable_bias_linear=True,
+        add_mlp_bias=True,
+        add_output_bias=True,
+        untie_embeddings_and_output_weights=True,
+    ),
+    "gpt-neox": replace(GPT2, norm_placement="parallel_norms", add_output_bias=True),
+    "granite": replace(
+        LLAMA, embedding_multiplier=3.0, residual_multiplier=0.4, softmax_scale=0.3, logits_multiplier=0.7
+    ),
+    "cohere": replace(
+        LLAMA, norm_placement="parallel", normalization="LayerNorm", norm_parameters="weight", logits_multiplier=0.5
+    ),
+    "stablelm": replace(LLAMA, normalization="LayerNorm", qk_layernorm=True, qk_layernorm_by_head=True),
+    "olmo": replace(LLAMA, normalization="LayerNorm", norm_parameters="none", clip_qkv=0.6),
+    "rms by head": replace(LLAMA, qk_layernorm=True, qk_layernorm_by_head=True, norm_parameters="none"),
+    "opt": replace(GPT2, relu=True, position_offset=2),
+    "a sandwich with sinks": replace(
+        GPT2, norm_placement="sandwich", residual_multiplier=0.6, attn_logit_softcapping=2.0, softmax_type="learnable"
+    ),
 }
 
 
@@ -136,18 +169,36 @@ def plain_logits(config: ModelConfig, model: nn.Module, batch: MicroBatch) -> Te
 def _plain_sample(config: ModelConfig, w: dict[str, Tensor], batch: MicroBatch, sample: int) -> Tensor:
     positions = batch.position_ids[sample]
     documents = torch.zeros(S) if batch.document_ids is None else batch.document_ids[sample]
-    x = w["embedding.tokens.weight"][batch.tokens[sample]]
+    x = w["embedding.tokens.weight"][batch.tokens[sample]] * config.embedding_multiplier
     if config.embed_layernorm:
         x = _plain_norm(config, w, "embedding.norm", x)
     if config.position_embedding_type == "learned_absolute":
-        x = x + w["embedding.positions.weight"][positions]
+        x = x + w["embedding.positions.weight"][positions + config.position_offset]
     for layer in range(config.num_layers):
         here = {name.removeprefix(f"layers.{layer}."): value for name, value in w.items()}
-        normed = _plain_norm(config, here, "attention_norm", x)
-        x = x + _plain_attention(_of_layer(config, layer), here, normed, positions, documents)
-        x = x + _plain_mlp(config, here, _plain_norm(config, here, "mlp_norm", x))
+        of_layer, before = _of_layer(config, layer), x
+
+        def normed(name: str, x: Tensor, *placements: str, w: dict[str, Tensor] = here) -> Tensor:
+            return _plain_norm(config, w, name, x) if config.norm_placement in placements else x
+
+        every_input = ("pre", "sandwich", "parallel", "parallel_norms")
+        y = _plain_attention(of_layer, here, normed("attention_norm", x, *every_input), positions, documents)
+        x = x + config.residual_multiplier * normed("attention_output_norm", y, "output", "sandwich")
+        if config.norm_placement == "parallel":
+            y = _plain_mlp(config, here, normed("attention_norm", before, "parallel"))
+        elif config.norm_placement == "parallel_norms":
+            y = _plain_mlp(config, here, normed("mlp_norm", before, "parallel_norms"))
+        else:
+            y = _plain_mlp(config, here, normed("mlp_norm", x, "pre", "sandwich"))
+        x = x + config.residual_multiplier * normed("mlp_output_norm", y, "output", "sandwich")
     head = w["embedding.tokens.weight"] if config.tied else w["head.weight"]
-    return _plain_norm(config, w, "final_norm", x) @ head[:VOCABULARY].T
+    logits = _plain_norm(config, w, "final_norm", x) @ head[:VOCABULARY].T * config.logits_multiplier
+    logits = logits + w.get("head.bias", torch.zeros(VOCABULARY))[:VOCABULARY]
+    return _plain_cap(logits, config.final_logit_softcapping)
+
+
+def _plain_cap(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * (1 - 2 / ((2 * x / cap).exp() + 1))
 
 
 def _of_layer(config: ModelConfig, layer: int) -> ModelConfig:
@@ -162,11 +213,12 @@ def _of_layer(config: ModelConfig, layer: int) -> ModelConfig:
 
 def _plain_norm(config: ModelConfig, w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     one_plus = config.apply_layernorm_1p and "q_norm" not in name and "k_norm" not in name
-    weight = w[f"{name}.weight"] + (1 if one_plus else 0)
+    weight = w.get(f"{name}.weight", torch.ones(x.shape[-1])) + (1 if one_plus else 0)
     if config.normalization == "RMSNorm":
         return x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weight
     centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weight + w[f"{name}.bias"]
+    normal = centred / (centred.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+    return normal * weight + w.get(f"{name}.bias", torch.zeros(()))
 
 
 def _plain_linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -175,7 +227,12 @@ def _plain_linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def _plain_mlp(config: ModelConfig, w: dict[str, Tensor], x: Tensor) -> Tensor:
     h = _plain_linear(w, "mlp.fc1", x)
-    if config.swiglu or config.quick_geglu:
+    if config.geglu:
+        gate, up = h[:, : config.ffn_size], h[:, config.ffn_size :]
+        h = 0.5 * gate * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) * up
+    elif config.relu:
+        h = h.clamp(min=0)
+    elif config.swiglu or config.quick_geglu:
         gate, up = h[:, : config.ffn_size], h[:, config.ffn_size :]
         if config.activation_func_clamp_value is not None:
             limit = torch.tensor(config.activation_func_clamp_value)
@@ -209,7 +266,11 @@ def _plain_attention(
         kv_head = head // (heads // kv_heads)
         q, k, v = qkv[:, head], qkv[:, heads + kv_head], qkv[:, heads + kv_heads + kv_head]
         if config.qk_layernorm and not config.qk_layernorm_across_heads:
-            q, k = (_plain_norm(config, w, f"attention.{name}", part) for name, part in (("q_norm", q), ("k_norm", k)))
+            own = dict(w)
+            if config.qk_layernorm_by_head:
+                for name, number in (("q_norm", head), ("k_norm", kv_head)):
+                    own[f"attention.{name}.weight"] = w[f"attention.{name}.weight"].view(-1, size)[number]
+            q, k = (_plain_norm(config, own, f"attention.{n}_norm", part) for n, part in (("q", q), ("k", k)))
         if config.position_embedding_type == "rope":
             q, k = _plain_rope(config, q, positions), _plain_rope(config, k, positions)
         rows = []
@@ -220,7 +281,8 @@ def _plain_attention(
             if (pattern := BlockPattern.of(config)) is not None:
                 blocks = pattern.row(i // pattern.block_size)
                 seen = [j for j in seen if j // pattern.block_size in blocks]
-            scores = (k[seen] @ q[i]) / math.sqrt(size)
+            scores = (k[seen] @ q[i]) * (config.softmax_scale or 1 / math.sqrt(size))
+            scores = _plain_cap(scores, config.attn_logit_softcapping)
             if config.position_embedding_type == "alibi":  # of 4 heads
                 scores = scores - 2.0 ** (-2 * (head + 1)) * torch.tensor([i - j for j in seen])
             weights = scores.exp()

@@ -69,8 +69,67 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
             sliding_window=5,
             layer_types=["sliding_attention", "full_attention"],
         ),
+        **newer_configs(),
         "bloom": transformers.BloomConfig(**bloom, n_head=4),
         "bloom-untied": transformers.BloomConfig(**bloom, n_head=6, tie_word_embeddings=False),
+    }
+
+
+SLIDES = ["sliding_attention", "full_attention"]
+
+
+def newer_configs() -> dict[str, transformers.PreTrainedConfig]:
+    """Families of 2021 to 2026, each with what makes it another."""
+    small = {key: value for key, value in _SIZES.items() if key != "head_dim"} | {"hidden_size": 16}
+    whole = {key: value for key, value in small.items() if key != "num_key_value_heads"}
+    factors = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7}
+    opt = {key: value for key, value in whole.items() if key != "intermediate_size"} | {"ffn_dim": 12}
+    gptj = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    t = transformers
+    return {
+        "gemma": t.GemmaConfig(**_SIZES, pad_token_id=None),
+        "gpt_neox": t.GPTNeoXConfig(**whole, rotary_pct=0.5),
+        "gpt_neox-serial": t.GPTNeoXConfig(**whole, use_parallel_residual=False, attention_bias=False, rotary_pct=1.0),
+        "olmo2": t.Olmo2Config(**small, pad_token_id=None),
+        "granite": t.GraniteConfig(**small, **factors, logits_scaling=3.0),
+        "gemma2": t.Gemma2Config(
+            **_SIZES,
+            query_pre_attn_scalar=7,
+            sliding_window=5,
+            attn_logit_softcapping=1.5,
+            final_logit_softcapping=2.0,
+            pad_token_id=None,
+        ),
+        "gemma2-uncapped": t.Gemma2Config(
+            **_SIZES, attn_logit_softcapping=None, final_logit_softcapping=None, pad_token_id=None
+        ),
+        "glm4": t.Glm4Config(**_SIZES, pad_token_id=None),
+        "starcoder2": t.Starcoder2Config(**small, sliding_window=5),
+        "starcoder2-unbiased": t.Starcoder2Config(**small, use_bias=False),
+        "smollm3": t.SmolLM3Config(**small, no_rope_layer_interval=2, pad_token_id=None),
+        "phi": t.PhiConfig(**small),
+        "phi-qk": t.PhiConfig(**small, qk_layernorm=True, partial_rotary_factor=1.0),
+        "phi3": t.Phi3Config(**small, sliding_window=5, pad_token_id=None),
+        "olmo": t.OlmoConfig(**small, clip_qkv=0.7, pad_token_id=None),
+        "stablelm": t.StableLmConfig(**small, partial_rotary_factor=0.5),
+        "stablelm-parallel": t.StableLmConfig(
+            **small, partial_rotary_factor=0.5, use_parallel_residual=True, qk_layernorm=True, use_qkv_bias=True
+        ),
+        "cohere": t.CohereConfig(**small, logit_scale=0.3, pad_token_id=None),
+        "cohere-qk": t.CohereConfig(**small, logit_scale=0.3, use_qk_norm=True, pad_token_id=None),
+        "gptj": t.GPTJConfig(**gptj, **ends, rotary_dim=4),
+        "opt": t.OPTConfig(**opt, pad_token_id=None, dropout=0.0),
+        "nemotron": t.NemotronConfig(**_SIZES),
+        "helium": t.HeliumConfig(**small, head_dim=4, pad_token_id=None),
+        "seed_oss": t.SeedOssConfig(**_SIZES, pad_token_id=None),
+        "seed_oss-biases": t.SeedOssConfig(**_SIZES, attention_out_bias=True, mlp_bias=True, pad_token_id=None),
+        "exaone4": t.Exaone4Config(**small, sliding_window=5, layer_types=SLIDES),
+        "exaone4-whole": t.Exaone4Config(**small, sliding_window=None, layer_types=["full_attention"] * 2),
+        "ernie4_5": t.Ernie4_5Config(**_SIZES, pad_token_id=None),
+        "ernie4_5-biases": t.Ernie4_5Config(**_SIZES, use_bias=True, pad_token_id=None),
+        "cohere2": t.Cohere2Config(**small, logit_scale=0.3, sliding_window=5, layer_types=SLIDES, pad_token_id=None),
+        "olmo3": t.Olmo3Config(**small, sliding_window=5, layer_types=SLIDES, pad_token_id=None),
     }
 
 

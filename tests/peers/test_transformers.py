@@ -9,9 +9,13 @@ import torch
 from conversions import logits_of, to_hf, to_ours
 
 from megatronish.config.sections.model import ModelConfig
+from megatronish.core.layout import Layout
 from megatronish.formats import native
 from megatronish.formats.convert import convert
 from megatronish.formats.weights import Description, LazyTensor, Model
+from megatronish.inference.load import load_model
+from megatronish.model.batch import MicroBatch
+from megatronish.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(
@@ -39,6 +43,7 @@ CASES = (
         "qwen2-some",
         "qwen3",
         "qwen3-some",
+        *peer.newer_configs(),
         "bloom",
         "bloom-untied",
     ),
@@ -60,6 +65,43 @@ def test_logits_are_equal_in_both_directions(tmp_path: Path, name: str) -> None:
     to_hf(tmp_path / "ours", tmp_path / "back")
     torch.testing.assert_close(peer.logits_of(peer.load(tmp_path / "back"), tokens), expected, rtol=0, atol=0)
     assert (tmp_path / "back" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
+
+
+def our_gradients(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The mean loss of predicting each next token, and gradients by our names."""
+    trained = load_model(folder, mesh=Mesh.start(Layout(), rank=0, init_method=""))
+    model, labels = trained.model.requires_grad_(), tokens[:, 1:].contiguous()
+    positions = torch.arange(labels.shape[1]).expand_as(labels)
+    mask = torch.ones_like(labels, dtype=torch.bool)
+    batch = MicroBatch(tokens[:, :-1].contiguous(), labels, mask, positions, torch.arange(len(labels)))
+    loss = model(None, batch, step=None).mean()
+    loss.backward()
+    return loss.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_and_the_gradients_of_a_step_are_equal(tmp_path: Path, name: str) -> None:
+    """Those of transformers come through the same rules as its weights."""
+    theirs, tokens = peer.random_model(name), peer.tokens()
+    theirs.save_pretrained(tmp_path / "theirs")
+    to_ours(tmp_path / "theirs", tmp_path / "ours")
+    loss, found = our_gradients(tmp_path / "ours", tokens)
+    expected = theirs.train()(tokens, labels=tokens, use_cache=False).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
+    for parameter in theirs.parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.data.copy_(grad)
+    theirs.save_pretrained(tmp_path / "gradients")
+    to_ours(tmp_path / "gradients", tmp_path / "their_gradients")
+    tensors = native.read(tmp_path / "their_gradients").tensors
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        exact = tensor.read()
+        mine = found[key][tuple(slice(size) for size in exact.shape)]
+        # A key's bias has no gradient but rounding: all probabilities of a query stay as they are.
+        limit = 1e-5 * float(exact.abs().max()) + 1e-7
+        assert float((mine - exact).abs().max()) <= limit, key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -33,6 +33,15 @@ DIFFERENCES: dict[str, str] = {
     "qk_layernorm_across_heads": "Not in Megatron-LM, whose norm is that of each head.",
     "clip_qkv": "Not in Megatron-LM, whose `--qk-clip` changes weights instead.",
     "embed_layernorm": "Not in Megatron-LM; Megatron-DeepSpeed has it.",
+    **dict.fromkeys(
+        ("norm_placement", "norm_parameters", "embedding_multiplier", "residual_multiplier", "logits_multiplier"),
+        "Not in Megatron-LM.",
+    ),
+    **dict.fromkeys(
+        ("attn_logit_softcapping", "final_logit_softcapping", "add_output_bias", "position_offset"),
+        "Not in Megatron-LM.",
+    ),
+    "qk_layernorm_by_head": "Not in Megatron-LM, whose heads share a weight.",
     "glu_linear_offset": "With `--swiglu` Megatron-LM wants `--no-bias-swiglu-fusion` for it; here it is always there.",
     "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it silently; here it "
     "clamps either gated activation.",

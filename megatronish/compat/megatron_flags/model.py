@@ -150,7 +150,6 @@ MODEL: dict[str, Known] = {
     "apply-residual-connection-post-layernorm": refused("residuals start before the norm (pre-LN); leave it out"),
     "attention-output-gate": refused("attention has no output gate; leave it out"),
     "qk-l2-norm": refused("use --qk-layernorm, or leave it out"),
-    "softmax-scale": refused("scores are divided by the root of the size of a head; leave it out", 1),
     "embedding-init-method-std": refused("--init-method-std is of all weights; leave it out", 1),
     "init-method-xavier-uniform": refused("initial weights are normally distributed; use --init-method-std"),
     "spec": refused("a block of your own is registered in Python; see examples/custom_model.py", None),

@@ -12,11 +12,14 @@ from typing import Annotated, Literal
 import tyro
 
 from megatronish.config.marks import REQUIRED, TRAINING_ONLY, NamedIn, at_least, at_most, fraction, greater_than
+from megatronish.config.sections.block import BlockOptions, NormPlacement
 from megatronish.config.sections.pattern import PatternOptions
 from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, in_braces
 
 MOST_LAYERS = 1_000_000
+UNIT_ROUNDING = 1e-12
+"""What a power of a size and the inverse power leave of 1 in float64."""
 LOAD_BALANCING = ("none", "seq_aux_loss", "global_aux_loss")
 
 
@@ -306,11 +309,6 @@ class DenseOptions:
         return "t5" if self.has_encoder else self.block
 
     @property
-    def is_post_norm(self) -> bool:
-        """Whether a sublayer's output is normalised after it was added to the residual stream, and not its input."""
-        return self.model_type == "bert"
-
-    @property
     def has_binary_head(self) -> bool:
         """Whether the model tells whether two sentences are in order."""
         return self.model_type == "bert" and not self.bert_no_binary_head
@@ -352,8 +350,21 @@ class DenseOptions:
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertOptions, PatternOptions, DenseOptions):
+class ModelConfig(ExpertOptions, PatternOptions, BlockOptions, DenseOptions):
     """Architecture of a model: options of every layer, then those of sparse attention and of layers with experts."""
+
+    @property
+    def placement(self) -> NormPlacement:
+        """Where a layer has norms."""
+        return "post" if self.model_type == "bert" else self.norm_placement
+
+    @property
+    def score_factor(self) -> float | None:
+        """Factor of the queries, whose scores are divided by the root of the size of a head; None if it is 1."""
+        if self.softmax_scale is None:
+            return None
+        factor = self.softmax_scale * self.head_size**0.5
+        return None if abs(factor - 1) < UNIT_ROUNDING else factor
 
     @property
     def windowed_layers(self) -> tuple[bool, ...]:

@@ -150,6 +150,8 @@ class LayerMemory:
         self.table = padded * model.hidden_size // self.tp
         """Elements of an embedding on this rank."""
         self.logits = float(self.tokens * padded // self.tp * self.element * (1 - model.encoder_share))
+        if model.final_logit_softcapping is not None:  # and the tanh, which its backward needs
+            self.logits *= 2
         self.freezes = self.config.adapter.is_used
         self.defers = self.defers and not self.freezes  # weight gradients of adapters never wait
 

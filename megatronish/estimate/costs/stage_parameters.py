@@ -171,12 +171,13 @@ class StageParameters(NamedTuple):
 
     def norm(self, name: str, shape: NormShape) -> Iterator[StageParameter]:
         """Weight of a norm, and LayerNorm's bias."""
-        if shape.cuts_weight:
-            yield StageParameter(f"{name}.weight", shape.size // self.tp, cut=("tp",))
+        if shape.cuts_weight or shape.each_weight:
+            yield StageParameter(f"{name}.weight", shape.size * shape.vectors // self.tp, cut=("tp",))
             return
         partial = self.over_sequence if not shape.is_split else ("tp",) if self.tp > 1 else ()
-        yield StageParameter(f"{name}.weight", shape.size, partial=partial)
-        if shape.kind == "LayerNorm":
+        if shape.has_weight:
+            yield StageParameter(f"{name}.weight", shape.size, partial=partial)
+        if shape.has_bias:
             yield StageParameter(f"{name}.bias", shape.size, partial=partial)
 
     def pieces(self, name: str, cost: LayerCost) -> Iterator[StageParameter]:

@@ -63,7 +63,7 @@ class Workload:
         """The workload that a config describes."""
         training, model, parallel = config.training, config.model, config.parallel
         attention: Attention = "unfused"
-        if training.attention_backend in ("auto", "flash"):
+        if training.attention_backend in ("auto", "flash") and model.attn_logit_softcapping is None:
             attention = "blocks" if model.attention_dropout > 0 else "flash"
         return cls(
             model=model,

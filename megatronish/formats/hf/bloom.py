@@ -88,8 +88,8 @@ def bloom_tensors(model: ModelConfig) -> Iterator[TensorRule]:
             yield TensorRule(
                 f"{ours}.attention.qkv.{kind}",
                 (f"{theirs}.self_attention.query_key_value.{kind}",),
-                partial(_sections_of_heads, heads=model.num_attention_heads),
-                partial(_heads_of_sections, heads=model.num_attention_heads),
+                partial(sections_of_heads, heads=model.num_attention_heads),
+                partial(heads_of_sections, heads=model.num_attention_heads),
             )
         yield from same_tensors(f"{ours}.attention.out", f"{theirs}.self_attention.dense", bias=True)
         yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=True)
@@ -100,12 +100,12 @@ def bloom_tensors(model: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("head.weight", (HEAD,))
 
 
-def _sections_of_heads(parts: "Sequence[Tensor]", *, heads: int) -> "Tensor":
+def sections_of_heads(parts: "Sequence[Tensor]", *, heads: int) -> "Tensor":
     """Rows [N, 3, H] of each head's query, key and value -> rows [3, N, H] of all queries, all keys, all values."""
     return parts[0].unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _heads_of_sections(whole: "Tensor", *, heads: int) -> "tuple[Tensor]":
+def heads_of_sections(whole: "Tensor", *, heads: int) -> "tuple[Tensor]":
     """Rows of all queries, all keys, all values -> each head's query, key and value."""
     return (whole.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2),)
 

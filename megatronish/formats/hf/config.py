@@ -12,10 +12,11 @@ from typing import Any
 
 from megatronish.config.check import absurd_size
 from megatronish.config.fields import FIELDS
+from megatronish.config.model_source import function_of
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.hf.families import FAMILIES
-from megatronish.formats.hf.family import CONFIG, CORRECT, ConfigJson, in_no_family, read_json
+from megatronish.formats.hf.family import CONFIG, CORRECT, ConfigJson, ModelFamily, in_no_family, read_json
 from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
 from megatronish.formats.hf.window import WINDOW_KEYS
 from megatronish.tokenizer.names import tokenizer_in
@@ -90,10 +91,7 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     config = ConfigJson(path, {**aliased, **origin}, family.defaults)
     if config.values.get("quantization_config") is not None:
         config.refuse("quantization_config", "says that the weights are quantized", remedy="take the unquantized model")
-    model = family.read(config) | {
-        "init_method_std": config.number("initializer_range"),
-        "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings"),
-    }
+    model = _fields(family, config)
     for field, value in model.items():
         for bound in FIELDS[field].ranges:
             if isinstance(value, int | float) and not bound.is_maximum and not bound.holds(value):
@@ -109,6 +107,14 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
         data,
         dict(origin),
     )
+
+
+def _fields(family: ModelFamily, config: ConfigJson) -> dict[str, Any]:
+    """Fields of ModelConfig from the keys of a family."""
+    return family.read(config) | {
+        "init_method_std": config.number("initializer_range"),
+        "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings"),
+    }
 
 
 def _eos_token_ids(config: ConfigJson) -> tuple[int, ...]:
@@ -133,12 +139,25 @@ def _write(name: str, model: ModelConfig, *, vocab_size: int, seq_length: int, e
     }
 
 
+def _changed(name: str, model: ModelConfig) -> str | None:
+    """What becomes another of a model that is written in the keys of a family and read again."""
+    family, rows = FAMILIES[name], model.max_position_embeddings or 1
+    keys = _write(name, model, vocab_size=1, seq_length=rows, eos=None)
+    try:
+        again = ModelConfig(**_fields(family, ConfigJson(Path(CONFIG), keys, family.defaults)))
+    except UserError as error:
+        return str(error)
+    before, after = (function_of(each, seq_length=rows) for each in (model, again))
+    other = next((key for key in before if before[key] != after.get(key)), None)
+    return None if other is None else f"{other}={before[other]}"
+
+
 def _choose_family(model: ModelConfig, *, prefer: Any) -> str:
     """Name of a family that has such a model, `prefer` if possible."""
     nowhere = in_no_family(model)
     if nowhere is not None:
         raise UserError(f"no family of Hugging Face that is known here has {nowhere}; keep the model in another format")
-    reasons = {name: family.lacks(model) for name, family in FAMILIES.items()}
+    reasons = {name: family.lacks(model) or _changed(name, model) for name, family in FAMILIES.items()}
     able = [name for name, reason in reasons.items() if reason is None]
     if not able:
         text = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())

@@ -2,16 +2,38 @@
 
 from megatronish.formats.hf.bert import BERT
 from megatronish.formats.hf.bloom import BLOOM
+from megatronish.formats.hf.cohere import COHERE
+from megatronish.formats.hf.cohere2 import COHERE2
+from megatronish.formats.hf.ernie4_5 import ERNIE4_5
+from megatronish.formats.hf.exaone4 import EXAONE4
 from megatronish.formats.hf.family import ModelFamily
+from megatronish.formats.hf.gemma import GEMMA
+from megatronish.formats.hf.gemma2 import GEMMA2
+from megatronish.formats.hf.glm4 import GLM4
 from megatronish.formats.hf.gpt2 import GPT2
+from megatronish.formats.hf.gpt_neox import GPT_NEOX
+from megatronish.formats.hf.gptj import GPTJ
+from megatronish.formats.hf.granite import GRANITE
+from megatronish.formats.hf.helium import HELIUM
 from megatronish.formats.hf.llama import LLAMA
 from megatronish.formats.hf.mistral import MISTRAL
 from megatronish.formats.hf.mixtral import MIXTRAL
+from megatronish.formats.hf.nemotron import NEMOTRON
+from megatronish.formats.hf.olmo import OLMO
+from megatronish.formats.hf.olmo2 import OLMO2
+from megatronish.formats.hf.olmo3 import OLMO3
 from megatronish.formats.hf.olmoe import OLMOE
+from megatronish.formats.hf.opt import OPT
+from megatronish.formats.hf.phi import PHI
+from megatronish.formats.hf.phi3 import PHI3
 from megatronish.formats.hf.qwen2 import QWEN2
 from megatronish.formats.hf.qwen2_moe import QWEN2_MOE
 from megatronish.formats.hf.qwen3 import QWEN3
 from megatronish.formats.hf.qwen3_moe import QWEN3_MOE
+from megatronish.formats.hf.seed_oss import SEED_OSS
+from megatronish.formats.hf.smollm3 import SMOLLM3
+from megatronish.formats.hf.stablelm import STABLELM
+from megatronish.formats.hf.starcoder2 import STARCODER2
 from megatronish.formats.hf.t5 import T5
 
 # In the order of preference for a model that several families can describe.
@@ -28,4 +50,26 @@ FAMILIES: dict[str, ModelFamily] = {
     "olmoe": OLMOE,
     "bert": BERT,
     "t5": T5,
+    "gemma": GEMMA,
+    "gpt_neox": GPT_NEOX,
+    "olmo2": OLMO2,
+    "granite": GRANITE,
+    "gemma2": GEMMA2,
+    "glm4": GLM4,
+    "starcoder2": STARCODER2,
+    "smollm3": SMOLLM3,
+    "phi": PHI,
+    "phi3": PHI3,
+    "olmo": OLMO,
+    "stablelm": STABLELM,
+    "cohere": COHERE,
+    "gptj": GPTJ,
+    "opt": OPT,
+    "nemotron": NEMOTRON,
+    "helium": HELIUM,
+    "seed_oss": SEED_OSS,
+    "exaone4": EXAONE4,
+    "ernie4_5": ERNIE4_5,
+    "cohere2": COHERE2,
+    "olmo3": OLMO3,
 }

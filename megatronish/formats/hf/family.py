@@ -161,8 +161,6 @@ def in_no_family(model: ModelConfig) -> str | None:
             f"glu_linear_offset={model.glu_linear_offset}": model.is_gated and model.glu_linear_offset != 0,
             f"activation_func_clamp_value={model.activation_func_clamp_value}": model.is_gated
             and model.activation_func_clamp_value is not None,
-            f"no_rope_freq={model.no_rope_freq}": model.position_embedding_type == "rope"
-            and not all(model.rotated_layers),
         }
     )
 

@@ -10,17 +10,25 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.family import CORRECT, ConfigJson
 
 ORIGINAL = "original_max_position_embeddings"
-KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL)
+PARTIAL = "partial_rotary_factor"
+KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL, PARTIAL, "rotary_pct", "rotary_emb_base")
 BASE = 10000.0
 
 
-def read_rope(config: ConfigJson) -> dict[str, Any]:
-    """Fields of ModelConfig on RoPE; UserError for a kind of RoPE that is not implemented."""
+def read_rope(config: ConfigJson, *, base: float = BASE, turned: float | None = None) -> dict[str, Any]:
+    """Fields of ModelConfig on RoPE; UserError for a kind of RoPE that is not implemented.
+
+    `base` is the one that an absent key means. `turned` is the part of a head that RoPE turns where no key says it, in
+    a family that has such a key.
+    """
     rope, spelled = _parameters(config)
-    config.must_be("partial_rotary_factor", None, 1, why="is not supported: RoPE turns whole heads in this family")
-    if rope.values.get("partial_rotary_factor") not in (None, 1):
-        config.refuse(spelled, "turns a part of each head, and in this family RoPE turns whole heads")
-    fields: dict[str, Any] = {"rotary_base": rope.number("rope_theta", null=config.number("rope_theta", null=BASE))}
+    fields: dict[str, Any] = {"rotary_base": rope.number("rope_theta", null=config.number("rope_theta", null=base))}
+    if turned is None:
+        config.must_be(PARTIAL, None, 1, why="is not supported: RoPE turns whole heads in this family")
+        if rope.values.get(PARTIAL) not in (None, 1):
+            config.refuse(spelled, "turns a part of each head, and in this family RoPE turns whole heads")
+    else:
+        fields["rotary_percent"] = rope.number(PARTIAL, null=config.number(PARTIAL, null=turned))
     kind = rope.values.get("rope_type", rope.values.get("type")) or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
         config.refuse(spelled, f"scales RoPE in the way of {kind!r}; none, linear, llama3 and yarn are supported")
@@ -38,10 +46,11 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """Keys of config.json for the RoPE of a model."""
+def write_rope(model: ModelConfig, *, turned: bool = False) -> dict[str, Any]:
+    """Keys of config.json for the RoPE of a model; `turned`: with that of the part of a head that it turns."""
+    part = {PARTIAL: model.rotary_percent} if turned else {}
     if model.rope_scaling == "none":
-        return {"rope_theta": model.rotary_base, "rope_scaling": None}
+        return {"rope_theta": model.rotary_base, "rope_scaling": None, **part}
     scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
     if model.rope_scaling != "linear":
         scaling[ORIGINAL] = model.rope_original_max_positions
@@ -49,7 +58,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
         scaling |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
     if model.rope_scaling == "yarn":
         scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
-    return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+    return {"rope_theta": model.rotary_base, "rope_scaling": scaling, **part}
 
 
 def _parameters(config: ConfigJson) -> tuple[ConfigJson, str]:
@@ -57,7 +66,10 @@ def _parameters(config: ConfigJson) -> tuple[ConfigJson, str]:
     for key in ("rope_scaling", "rope_parameters"):
         values = config.values.get(key)
         if isinstance(values, dict) and any(isinstance(value, dict) for value in values.values()):
-            config.refuse(key, "gives some layers another RoPE than others, which is not supported")
+            first, *others = values.values()
+            if not first or any(other != first for other in others):
+                config.refuse(key, "gives some layers another RoPE than others, which is not supported")
+            values = first
         if values:
             if not isinstance(values, dict):
                 config.refuse(key, "must be an object")

@@ -1,11 +1,13 @@
 """Sliding-window attention in config.json: in every layer, in none, or, in Qwen's models, in those that it names."""
 
+from dataclasses import replace
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig, canonical
 from megatronish.formats.hf.family import CORRECT, ConfigJson
 
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_WINDOW = ("window_size", "window_attn_skip_freq")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -58,3 +60,30 @@ def layers_that_slide(config: ConfigJson) -> tuple[bool, ...] | None:
         if kind not in (FULL, SLIDING):
             config.refuse("layer_types", f"has {kind!r}; {FULL} and {SLIDING} are known here")
     return tuple(kind == SLIDING for kind in kinds)
+
+
+def read_layer_types(config: ConfigJson, *, every: int) -> dict[str, Any]:
+    """Window of the layers that layer_types names; without that key, of all but every so manieth."""
+    slides = layers_that_slide(config)
+    if slides is None:
+        slides = tuple((layer + 1) % every != 0 for layer in range(config.whole("num_hidden_layers")))
+    if not any(slides):
+        return {"window_size": None}
+    pattern = None if all(slides) else canonical(slides)
+    return {"window_size": config.whole("sliding_window"), "window_attn_skip_freq": pattern}
+
+
+def write_layer_types(model: ModelConfig) -> dict[str, Any]:
+    """Keys of the window and of the layers that have it."""
+    slides = model.windowed_layers
+    return {
+        "sliding_window": model.window_size if any(slides) else None,
+        "layer_types": [SLIDING if each else FULL for each in slides],
+    }
+
+
+def rope_where_it_slides(fields: dict[str, Any]) -> dict[str, Any]:
+    """The pattern of a model in which layers without a window have no RoPE, from its fields."""
+    window = {key: fields[key] for key in _WINDOW if key in fields}
+    slides = replace(ModelConfig(num_layers=fields["num_layers"]), **window).windowed_layers
+    return {"no_rope_freq": None if all(slides) else canonical(tuple(not each for each in slides))}

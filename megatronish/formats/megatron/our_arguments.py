@@ -1,10 +1,12 @@
 """Arguments of Megatron-LM for a model of ours, as its checkpoints keep them."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 
+from megatronish.config.sections.block import BlockOptions
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.megatron.arguments import (
@@ -34,6 +36,9 @@ def check_counterpart(model: ModelConfig) -> None:
         raise refuse("position_embedding_type=alibi")
     if model.embed_layernorm:
         raise refuse("embed_layernorm")
+    for field in fields(BlockOptions):
+        if (value := getattr(model, field.name)) != field.default:
+            raise refuse(f"{field.name}={value}")
     if model.qk_layernorm_across_heads:
         raise refuse("qk_layernorm_across_heads")
     if model.attention_pattern != "none":

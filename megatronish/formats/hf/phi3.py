@@ -1,0 +1,44 @@
+"""Phi-3 and Phi-4: a Llama with fused weights, and a window; LongRoPE is refused."""
+
+from typing import Any
+
+from megatronish.config.sections.model import ModelConfig
+from megatronish.formats.hf.decoder import DecoderNames, decoder, read_decoder, write_decoder
+from megatronish.formats.hf.family import ConfigJson, ModelFamily
+from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS
+
+_NAMES = DecoderNames(qkv=("self_attn.qkv_proj",), fc1=("mlp.gate_up_proj",))
+_PHI3 = {key: value for key, value in LLAMA_DEFAULTS.items() if key != "head_dim"} | {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "resid_pdrop": 0.0,
+    "eos_token_id": 32000,
+}
+
+
+def _read_phi3(config: ConfigJson) -> dict[str, Any]:
+    fields = read_decoder(config, turned=1.0)
+    if fields.get("rope_scaling_type", "none") != "none":
+        config.refuse("rope_scaling", "is not supported in this family, where transformers has LongRoPE alone")
+    return {
+        **fields,
+        "norm_epsilon": config.number("rms_norm_eps"),
+        "window_size": None if config.values["sliding_window"] is None else config.whole("sliding_window"),
+        "hidden_dropout": config.number("resid_pdrop"),
+    }
+
+
+def _write_phi3(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    return {
+        **write_decoder(model, seq_length, turned=True),
+        "rms_norm_eps": model.norm_epsilon,
+        "sliding_window": model.window_size,
+        "resid_pdrop": model.hidden_dropout,
+    }
+
+
+PHI3 = ModelFamily("Phi3ForCausalLM", ROWS, _PHI3, {}, _read_phi3, _write_phi3, lambda _model: None, decoder(_NAMES))

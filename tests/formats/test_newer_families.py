@@ -1,0 +1,131 @@
+"""Tests of the keys of decoders since 2021: what changes the computation is understood, or refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
+from megatronish.formats.hf.config import hf_config_of, read_hf_config
+from megatronish.formats.hf.families import FAMILIES
+
+NEWER = (
+    *("gemma", "gpt_neox", "olmo2", "granite", "gemma2", "glm4", "starcoder2", "smollm3", "phi", "phi3", "olmo"),
+    *("stablelm", "cohere", "gptj", "opt", "nemotron", "helium", "seed_oss", "exaone4", "ernie4_5", "cohere2", "olmo3"),
+)
+CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+
+
+def model_of(tmp_path: Path, config: dict[str, Any]) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return ModelConfig(**read_hf_config(tmp_path).model)
+
+
+def test_every_family_here_is_in_the_table() -> None:
+    assert FAMILIES.keys() >= set(NEWER)
+
+
+@pytest.mark.parametrize("kind", NEWER)
+def test_a_config_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
+    origin = {"model_type": kind}
+    model = model_of(tmp_path, origin)
+    found = read_hf_config(tmp_path)
+    assert hf_config_of(model, vocab_size=found.vocab_size, seq_length=found.seq_length, origin=origin) == origin
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("gemma", {"embedding_multiplier": 3072**0.5, "apply_layernorm_1p": True, "geglu": True, "tied": True}),
+        ("gpt_neox", {"norm_placement": "parallel_norms", "rotary_percent": 0.25, "linear_bias": True}),
+        ("olmo2", {"norm_placement": "output", "qk_layernorm_across_heads": True}),
+        ("granite", {"softmax_scale": 1.0, "residual_multiplier": 1.0, "logits_multiplier": 1.0}),
+        ("gemma2", {"norm_placement": "sandwich", "window_size": 4096, "score_factor": None, **CAPPED}),
+        ("gemma2", {"windowed_layers": (True, False) * 13}),
+        ("glm4", {"norm_placement": "sandwich", "rotary_percent": 0.5, "rotary_interleaved": True, "qkv_bias": True}),
+        ("starcoder2", {"activation": "gelu_tanh", "normalization": "LayerNorm", "linear_bias": True}),
+        ("smollm3", {"rotated_layers": (True, True, True, False) * 9, "rotary_base": 2e6}),
+        ("phi", {"norm_placement": "parallel", "add_output_bias": True, "rotary_percent": 0.5, "tied": False}),
+        ("olmo", {"norm_parameters": "none", "normalization": "LayerNorm"}),
+        ("cohere", {"norm_parameters": "weight", "logits_multiplier": 0.0625, "rotary_base": 5e5}),
+        ("gptj", {"rotary_percent": 0.25, "attention_bias": False, "mlp_bias": True, "add_output_bias": True}),
+        ("opt", {"position_offset": 2, "activation": "relu", "max_position_embeddings": 2048}),
+        ("nemotron", {"activation": "squared_relu", "apply_layernorm_1p": True, "rotary_percent": 0.5}),
+        ("seed_oss", {"qkv_bias": True, "attention_bias": False, "head_size": 128}),
+        ("exaone4", {"rotated_layers": (True, True, True, False) * 8, "norm_placement": "output"}),
+        (
+            "cohere2",
+            {"windowed_layers": (True, True, True, False) * 10, "rotated_layers": (True, True, True, False) * 10},
+        ),
+        ("olmo3", {"windowed_layers": (True, True, True, False) * 8, "rotary_base": 5e5}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_defaults_of_transformers_are_understood(tmp_path: Path, kind: str, expected: dict[str, Any]) -> None:
+    model = model_of(tmp_path, {"model_type": kind})
+    assert {name: getattr(model, name) for name in expected} == expected
+
+
+def test_keys_that_switch_parts_are_understood(tmp_path: Path) -> None:
+    assert model_of(tmp_path, {"model_type": "gemma", "hidden_act": "gelu"}).activation == "geglu"
+    serial = model_of(tmp_path, {"model_type": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 1.0})
+    assert (serial.norm_placement, serial.rotary_percent) == ("pre", 1.0)
+    uncapped = model_of(tmp_path, {"model_type": "gemma2", "attn_logit_softcapping": None, "query_pre_attn_scalar": 64})
+    assert (uncapped.attn_logit_softcapping, uncapped.softmax_scale) == (None, 0.125)
+    factors = {"embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "logits_scaling": 8.0}
+    granite = model_of(tmp_path, {"model_type": "granite", **factors, "residual_multiplier": 0.22})
+    assert (granite.embedding_multiplier, granite.residual_multiplier) == (12.0, 0.22)
+    assert (granite.softmax_scale, granite.logits_multiplier) == (0.0078125, 0.125)
+    both = model_of(tmp_path, {"model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True})
+    assert (both.norm_placement, both.qk_layernorm_by_head) == ("parallel", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "told"),
+    [
+        ("gemma", {"hidden_act": "relu"}, 'hidden_act="relu" is not supported; silu, swish, gelu_new, '),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),
+        ("gemma2", {"hidden_activation": "gelu"}, 'hidden_activation="gelu" is not supported'),
+        ("gemma2", {"layer_types": ["full_attention"]}, "must be a list with a kind for each of the 26 layers"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "must be a number that is not negative"),
+        ("gpt_neox", {"hidden_act": "gelu_python"}, 'hidden_act="gelu_python" is not supported; gelu, gelu_new, '),
+        ("gpt_neox", {"num_attention_heads": 7}, "num_attention_heads=7 must divide hidden_size=6144"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0 leaves nothing of what it multiplies"),
+        ("granite", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported; silu is'),
+        ("olmo", {"clip_qkv": 0.0}, "clip_qkv=0.0 makes all queries, keys and values zero"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window=true is not supported in this family"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "must be a list of 0 and 1 for the 36 layers"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "in the way of 'longrope'; none, linear"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "where transformers has LongRoPE alone"),
+        ("cohere", {"logit_scale": 0.0}, "logit_scale=0.0 makes all logits zero"),
+        ("gptj", {"rotary_dim": 512}, "rotary_dim=512 must be at most the 256 of a head"),
+        ("gptj", {"n_head": 15}, "n_head=15 must divide n_embd=4096"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=false normalises after each sublayer"),
+        ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim=512 projects embeddings"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=true leaves out the final norm"),
+        ("nemotron", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported; gelu, '),
+        ("helium", {"head_dim": 64}, "head_dim=64 must be hidden_size=2560 over num_attention_heads"),
+        (
+            "seed_oss",
+            {"attention_bias": False, "attention_out_bias": True},
+            "attention_out_bias=true without biases of queries, keys and values is not supported",
+        ),
+        ("exaone4", {"layer_types": ["full_attention"] * 32}, "leaves no layer with a window, and so none with RoPE"),
+        ("cohere2", {"layer_types": ["full_attention"] * 40}, "leaves no layer with a window, and so none with RoPE"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}},
+            "gives some layers another RoPE than others",
+        ),
+        ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "stretches RoPE in the layers without a window"),
+        ("stablelm", {"use_qkv_bias": "yes"}, 'use_qkv_bias="yes" must be true or false'),
+        ("glm4", {"partial_rotary_factor": "half"}, "must be a number that is not negative"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, kind: str, keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as refused:
+        model_of(tmp_path, {"model_type": kind, **keys})
+    assert told in str(refused.value)
