@@ -37,9 +37,14 @@ def places_of(seq_length: int, cp_rank: int, cp_size: int, *, device: torch.devi
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
-def places_on(lengths: Sequence[int], cp: Axis, *, device: torch.device | None = None) -> Tensor:
-    """int64 [S/cp]: of sequences one after the other, of these lengths in all, the places that a cp rank holds."""
-    starts = accumulate(lengths, initial=0)
+def places_on(
+    lengths: Sequence[int], cp: Axis, *, starts: Sequence[int] | None = None, device: torch.device | None = None
+) -> Tensor:
+    """int64 [S/cp]: of sequences of these lengths in all, the places that a cp rank holds.
+
+    `starts` are those of the sequences, by default one after the other.
+    """
+    starts = list(accumulate(lengths, initial=0)) if starts is None else starts
     parts = [
         start + places_of(length, cp.rank, cp.size, device=device)
         for start, length in zip(starts, lengths, strict=False)

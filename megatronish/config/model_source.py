@@ -45,7 +45,11 @@ class Start(NamedTuple):
             # The learned position table keeps its rows, also where shorter sequences use fewer of them.
             rows = model.max_position_embeddings or self.seq_length
             model = replace(model, max_position_embeddings=None if rows == given["seq_length"] else rows)
-        return {**vars(model), "vocab_size": self.vocab_size, "seq_length": self.seq_length, **tokenizer}
+        seq_length = self.seq_length
+        if model.has_encoder:  # which sees texts of any length: the sides say how long its rows are
+            sides = [given.get(name, getattr(model, name)) for name in ("encoder_seq_length", "decoder_seq_length")]
+            seq_length = 0 if None in sides else sum(sides)
+        return {**vars(model), "vocab_size": self.vocab_size, "seq_length": seq_length, **tokenizer}
 
 
 ReadStart = Callable[[CheckpointConfig], Start | None]
@@ -119,7 +123,7 @@ def contradictions(start: Start, settings: Mapping[str, Setting], values: Mappin
 
 def stretched(start: Start, seq_length: int) -> list[str]:
     """Note about sequences longer than those the model was made for."""
-    if seq_length <= start.seq_length:
+    if seq_length <= start.seq_length or start.model.has_encoder:
         return []
     return [f"seq_length={seq_length} is longer than the {start.seq_length} tokens that {start.source} was made for"]
 

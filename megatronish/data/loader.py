@@ -132,9 +132,10 @@ def places_together(config: Config) -> int | None:
     """Number of places of which the length of a row is a multiple; None where rows keep their length.
 
     They do where they are packed, where shapes are to be equal (CUDA graphs, compiled layers), and with experts, which
-    balance all tokens. tp and cp cut rows: cp into two pieces for each rank.
+    balance all tokens. A model with an encoder packs none. tp and cp cut rows: cp into two pieces for each rank.
     """
-    keeps = config.chat.pack_samples or config.training.cuda_graph or config.training.compile
+    packs = config.chat.pack_samples and not config.model.has_encoder
+    keeps = packs or config.training.cuda_graph or config.training.compile
     if keeps or config.model.num_experts is not None:
         return None
     parallel = config.parallel

@@ -25,6 +25,7 @@ from megatronish.config.config import Config
 from megatronish.config.sections.data import DataConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
+from megatronish.core.hidden_spans import SpanRule, text_length, too_few_sentinels
 from megatronish.data.sample import Sample
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel.streams import numpy_stream
@@ -33,48 +34,9 @@ from megatronish.tokenizer.control_tokens import SpanTokens
 Ids = NDArray[np.int64]
 
 
-class SpanRule(NamedTuple):
-    """Part of a text's tokens that is hidden, and the mean length of a span of them."""
-
-    density: float
-    mean_length: float
-
-    @classmethod
-    def of(cls, data: DataConfig) -> "SpanRule":
-        """As the flags say."""
-        return cls(data.mask_prob, data.mean_span_length)
-
-    def hidden(self, length: int) -> "HiddenSpans":
-        """Tokens that are hidden of a text of at least two tokens, and their spans."""
-        tokens = min(max(round(length * self.density), 1), length - 1)
-        spans = min(max(round(tokens / self.mean_length), 1), tokens, length - tokens)
-        return HiddenSpans(tokens, spans)
-
-    def row_lengths(self, length: int) -> tuple[int, int]:
-        """Tokens of the encoder's and of the decoder's row of a text, each with its end."""
-        tokens, spans = self.hidden(length)
-        return length - tokens + spans + 1, tokens + spans + 1
-
-
-class HiddenSpans(NamedTuple):
-    """Numbers of hidden tokens and of their spans."""
-
-    tokens: int
-    spans: int
-
-
-def text_length(rule: SpanRule, *, encoder_length: int, decoder_length: int) -> int:
-    """The most tokens of a text whose two rows fit; UserError if not even two do."""
-    length = encoder_length + decoder_length
-    while length > 1:
-        rows = rule.row_lengths(length)
-        if rows[0] <= encoder_length and rows[1] <= decoder_length:
-            return length
-        length -= 1
-    raise UserError(
-        f"encoder_seq_length={encoder_length} and decoder_seq_length={decoder_length} have no room for a text of two "
-        "tokens with a sentinel and an end; use at least 3 each"
-    )
+def rule_of(data: DataConfig) -> SpanRule:
+    """What the flags say is hidden."""
+    return SpanRule(data.mask_prob, data.mean_span_length)
 
 
 def sides_of(model: ModelConfig) -> tuple[int, int]:
@@ -86,10 +48,10 @@ def sides_of(model: ModelConfig) -> tuple[int, int]:
 
 def sample_length(model: ModelConfig, data: DataConfig, *, seq_length: int) -> int:
     """Tokens of a text that a data set is asked for: as many as a row has, or those whose hidden spans fit two rows."""
-    if not model.has_encoder:
+    if not model.has_encoder or data.has_chats:
         return seq_length
     encoder, decoder = sides_of(model)
-    return text_length(SpanRule.of(data), encoder_length=encoder, decoder_length=decoder)
+    return text_length(rule_of(data), encoder_length=encoder, decoder_length=decoder)
 
 
 class SideRows(NamedTuple):
@@ -115,15 +77,9 @@ class SpanCollator:
     @classmethod
     def of(cls, config: Config, special: SpanTokens) -> "SpanCollator":
         """The rules that a config asks for; UserError where a text has more spans than there are sentinels."""
-        rule, (encoder, decoder) = SpanRule.of(config.data), sides_of(config.model)
-        length = text_length(rule, encoder_length=encoder, decoder_length=decoder)
-        spans, most = rule.hidden(length).spans, len(special.sentinels)
-        if spans > most:
-            raise UserError(
-                f"a text of {length} tokens, which fits encoder_seq_length={encoder}, has {spans} hidden spans, and "
-                f"there are {most} sentinels; use --vocab-extra-ids {spans}, if the tokenizer has no own ones, or a "
-                "shorter --encoder-seq-length"
-            )
+        rule, (encoder, decoder) = rule_of(config.data), sides_of(config.model)
+        if complaint := too_few_sentinels(rule, encoder, decoder, len(special.sentinels)):
+            raise UserError(complaint)
         return cls(special, encoder, decoder, config.training.seed, rule)
 
     def __call__(self, samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:

@@ -27,6 +27,7 @@ from megatronish.data.masked import MaskedCollator
 from megatronish.data.sample import DatasetSettings, DatasetSource
 from megatronish.data.sentences import open_mock
 from megatronish.data.spans import SpanCollator, sample_length
+from megatronish.data.text_pairs import TextPairCollator
 from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
 from megatronish.dry_run.cuda_calls import answered_for
 from megatronish.dry_run.ledger import Group, Owners
@@ -284,9 +285,10 @@ def made_up_batches(planned: PlannedRun, mesh: Mesh, num_microbatches: int) -> l
     length = sample_length(config.model, config.data, seq_length=training.seq_length)
     settings = DatasetSettings(length, training.seed, planned.vocab_size, eod, masks=masks)
     rows = Collator.of(config.data, eod=eod)
-    collate: Collator | MaskedCollator | SpanCollator = rows
+    collate: Collator | MaskedCollator | SpanCollator | TextPairCollator = rows
     if config.model.has_encoder:
-        collate = SpanCollator.of(config, tokenizer.span_tokens(config.data.vocab_extra_ids))
+        kind = TextPairCollator if config.data.has_chats else SpanCollator
+        collate = kind.of(config, tokenizer.span_tokens(config.data.vocab_extra_ids))
     elif masks is not None:
         collate = MaskedCollator.of(config, rows, masks, vocab_size=planned.vocab_size)
     return micro_batches(

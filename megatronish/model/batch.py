@@ -83,6 +83,8 @@ class MicroBatch:
     dataset_ids: Tensor | None = None  # int64 [B, S], the data set of each label, where losses are reported for each
     encoder_length: int = field(default=0, init=False)
     """Tokens of each row that an encoder reads, which come first; `with_encoder` says how many."""
+    encoder_room: int = field(default=0, init=False)
+    """Places along the whole stream that an encoder's rows may take: with fewer tokens, those of the decoder stay."""
     num_loss_tokens: int = field(init=False)
     """Unmasked predictions, those of the loss."""
     pairs: CompletionPairs | None = field(default=None, init=False)
@@ -112,7 +114,8 @@ class MicroBatch:
             dataset_ids=None if self.dataset_ids is None else cut(self.dataset_ids),
         )
         if self.encoder_length:
-            part = part.with_encoder(self.encoder_length * len(places) // self.tokens.shape[1])  # as large a part of it
+            length = self.encoder_length * len(places) // self.tokens.shape[1]  # as large a part of it
+            part = part.with_encoder(length, room=self.encoder_room)
         if self.pairs is not None:
             part = part.with_pairs(replace(self.pairs, of_labels=cut(self.pairs.of_labels)))
         if self.sentences is not None:
@@ -142,10 +145,11 @@ class MicroBatch:
         object.__setattr__(batch, "pairs", pairs)
         return batch
 
-    def with_encoder(self, length: int) -> Self:
+    def with_encoder(self, length: int, *, room: int = 0) -> Self:
         """The same micro-batch, of whose rows an encoder reads the first `length` tokens, and a decoder the others."""
         batch = self._copied(lambda tensor: tensor)
         object.__setattr__(batch, "encoder_length", length)
+        object.__setattr__(batch, "encoder_room", room)
         return batch
 
     def with_sentences(self, sentences: SentencePairs) -> "MicroBatch":
@@ -159,6 +163,10 @@ class MicroBatch:
         """Lengths of what a row consists of: encoder and decoder, or the sequence alone."""
         length = self.tokens.shape[1]
         return (self.encoder_length, length - self.encoder_length) if self.encoder_length else (length,)
+
+    def starts(self, num_parts: int) -> tuple[int, ...]:
+        """Places along the whole stream at which the sides begin, of a batch that is one of `num_parts` cut over cp."""
+        return (0, max(self.encoder_room, self.encoder_length * num_parts)) if self.encoder_length else (0,)
 
     @property
     def shapes(self) -> list[torch.Size]:

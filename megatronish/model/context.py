@@ -107,7 +107,7 @@ def make_context(
     device = batch.tokens.device
     sides = batch.sides
     seq_length = sum(sides) * cp.size
-    positions = places_on([side * cp.size for side in sides], cp, device=device)
+    positions = places_on([side * cp.size for side in sides], cp, starts=batch.starts(cp.size), device=device)
     return Context(
         batch=batch,
         positions=torch.cat([comm.piece_of(side, tp.sequence_axis) for side in positions.split(sides)]),

@@ -349,7 +349,8 @@ class GPT(nn.Module):
     def _dropout(self, step: int, batch: MicroBatch, chunk: int) -> Dropout:
         """Dropout of the chunk's layers, and of the embedding, which layer 0 names."""
         layers, cp = sorted({0, *self.chunks[chunk].layers}), self.execution.cp
-        positions = places_on([side * cp.size for side in batch.sides], cp, device=batch.tokens.device)
+        lengths, device = [side * cp.size for side in batch.sides], batch.tokens.device
+        positions = places_on(lengths, cp, starts=batch.starts(cp.size), device=device)
         seed = self.execution.dropout_seed
         return Dropout(
             seed, step, batch.sample_ids, layers=layers, all_positions=positions, more_sites=self.adapter_sites

@@ -222,8 +222,11 @@ class T5(GPT):
         context, cp = super()._context(batch, cache=cache, tally=tally), self.execution.cp
         device, encoder = batch.tokens.device, batch.encoder_length
         decoder = batch.tokens.shape[1] - encoder
-        whole = torch.arange((encoder + decoder) * cp.size, device=device)
-        places = [*whole.split([encoder * cp.size, decoder * cp.size])]
+        start = batch.starts(cp.size)[-1]
+        places = [
+            torch.arange(encoder * cp.size, device=device),
+            torch.arange(start, start + decoder * cp.size, device=device),
+        ]
         parts = self.tp.size if self.tp.cuts_sequence else 1
         ids = batch.document_ids
         text = None if ids is None else (ids[:, : encoder * cp.size] == 0)[:, None, None]

@@ -20,12 +20,13 @@ from megatronish.core.errors import RunError, UserError
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.data.chat.audit import Audit
 from megatronish.data.chat.dataset import ChatDataset
-from megatronish.data.chat.setup import ChatSetup
+from megatronish.data.chat.setup import ChatSetup, SideLimits
 from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.loader import BatchShare, Collator, micro_batches, places_together, shortened
 from megatronish.data.masked import MaskedCollator
 from megatronish.data.sample import Dataset, Sample, samples_of_epochs
-from megatronish.data.spans import SpanCollator, sample_length
+from megatronish.data.spans import SpanCollator, sample_length, sides_of
+from megatronish.data.text_pairs import TextPairCollator
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.estimate.costs.devices import peak_tflops
@@ -123,7 +124,7 @@ class TrainingJob:
             seed=config.training.seed,
             vocab_size=vocab_size,
             eod=tokenizer.eod,
-            chats=ChatSetup.of(config.chat, config.data, tokenizer),
+            chats=_chat_setup(config, tokenizer),
             masks=None if config.model.is_causal else tokenizer.mask_tokens(),
         )
         _refuse_other_data(config, datasets.train)
@@ -236,10 +237,11 @@ class TrainingJob:
             ) from error
 
     @property
-    def collator(self) -> Collator | MaskedCollator | SpanCollator:
+    def collator(self) -> Collator | MaskedCollator | SpanCollator | TextPairCollator:
         """The rules by which samples become a micro-batch."""
         if self.config.model.has_encoder:
-            return SpanCollator.of(self.config, self.tokenizer.span_tokens(self.config.data.vocab_extra_ids))
+            kind = TextPairCollator if self.config.data.has_chats else SpanCollator
+            return kind.of(self.config, self.tokenizer.span_tokens(self.config.data.vocab_extra_ids))
         rows = Collator.of(self.config.data, eod=self.tokenizer.eod)
         if self.config.model.is_causal:
             return rows
@@ -278,6 +280,13 @@ class TrainingJob:
         return lambda number: prepare(number * size, size)
 
 
+def _chat_setup(config: Config, tokenizer: Tokenizer) -> ChatSetup:
+    sides = None
+    if config.model.has_encoder and config.data.has_chats:
+        sides = SideLimits(tokenizer.span_tokens(config.data.vocab_extra_ids).end, *sides_of(config.model))
+    return ChatSetup.of(config.chat, config.data, tokenizer, sides=sides)
+
+
 WHAT = {"text": "texts or chats", "pairs": "pairs of chosen and rejected", "labelled": "completions with a label"}
 
 
@@ -292,10 +301,14 @@ def _refuse_other_data(config: Config, data: Dataset) -> None:
             f"{data.files[0].path} has {WHAT['pairs']}, and objective={name} learns from {WHAT[wanted]}; add "
             "--chat-format labelled, which reads a pair as a wanted and an unwanted completion"
         )
-    fitting = [other for other, choice in OBJECTIVE_NAMES.items() if choice.learns_from == data.learned_by]
+    fitting = [
+        other
+        for other, choice in OBJECTIVE_NAMES.items()
+        if choice.learns_from == data.learned_by and config.model.model_type in choice.model_types
+    ]
+    remedy = f"use --objective {one_of(fitting)}, or other data" if fitting else "use other data"
     raise UserError(
-        f"{data.files[0].path} has {WHAT[data.learned_by]}, and objective={name} learns from {WHAT[wanted]}; use "
-        f"--objective {one_of(fitting)}, or other data"
+        f"{data.files[0].path} has {WHAT[data.learned_by]}, and objective={name} learns from {WHAT[wanted]}; {remedy}"
     )
 
 
@@ -307,7 +320,7 @@ def report_chats(job: TrainingJob, say: Callable[[str], object]) -> None:
     config, data = job.config, job.datasets.train
     if not job.mesh.is_main or not isinstance(data, ChatDataset):
         return
-    audit = Audit.of(data, ChatSetup.of(config.chat, config.data, job.tokenizer))
+    audit = Audit.of(data, _chat_setup(config, job.tokenizer))
     for file in data.files:
         if data.learned_by != "text" and not file.counts.template:
             say(without_template(file.path))

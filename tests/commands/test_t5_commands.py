@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_tokenizers import write_lines
 from conversions import to_hf
 from jobs import steps_of, tiny, train_on_ranks, write_tokens
 
@@ -13,6 +14,7 @@ from megatronish.commands.pretrain_t5 import with_t5
 from megatronish.core.errors import UserError
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import find_trained, load_model
+from megatronish.report.plot import read_lines
 
 SIDES = (
     "--num-layers 4 --seq-length 36 --encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 24 "
@@ -63,3 +65,67 @@ def test_what_continues_a_text_refuses_a_t5(tmp_path: Path, data: str) -> None:
         trained, [[5, 6, 100]], num_tokens=3, seq_length=8, sampling=Sampling(temperature=0.0), decoder_start=100
     )
     assert len([token for _, token in written if token is not None]) == 3
+
+
+# pairs of texts
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: Any) -> Path:
+    """Files of pairs, a letter and its neighbour, to train and to validate on."""
+    folder = tmp_path_factory.mktemp("pairs")
+    lines = [{"input": letter, "target": chr(ord(letter) + 1)} for letter in "abcdefgh"]
+    for name in ("train", "valid"):
+        write_lines(folder / f"{name}.jsonl", lines)
+    return folder
+
+
+def of_pairs(pairs: Path, flags: str) -> str:
+    files = f"--train-data-path {pairs / 'train.jsonl'} --valid-data-path {pairs / 'valid.jsonl'}"
+    return f"{files} --dataset-type chat --tokenizer-type bytes --vocab-size 272 {flags}"
+
+
+ADAPTER = "--adapter-type lora --lora-rank 8 --lora-dropout 0.1 --adapter-targets all-linear"
+
+
+def test_a_model_of_hugging_face_learns_pairs_and_answers(tmp_path: Path, pairs: Path) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    text = write_tokens(tmp_path / "tokens", vocab_size=257)
+    bytes_of = f"--data-path {text} --tokenizer-type bytes --vocab-size 272"
+    train_on_ranks(t5(base, "--train-iters 2 --hidden-dropout 0 --attention-dropout 0", data=bytes_of))
+    to_hf(base, tmp_path / "hf")
+    flags = (
+        f"--load-hf {tmp_path / 'hf'} --encoder-seq-length 8 --decoder-seq-length 4 --micro-batch-size 2 "
+        f"--global-batch-size 8 --num-epochs 60 --lr 3e-3 --eval-iters 1 --eval-interval 30 --device cpu "
+        f"--hidden-dropout 0 --attention-dropout 0 --vocab-extra-ids 8 --run-dir {run}"
+    )
+    shown = train_on_ranks(with_t5([*of_pairs(pairs, "--dp 2").split(), *flags.split()]), world_size=2)
+    steps, evaluations = steps_of(run), read_lines(run / "evaluations.jsonl")
+    assert len(steps) == 60 and steps[60].loss < 0.5 < steps[1].loss
+    assert evaluations[-1]["loss"] < 0.5 and "format input_target" in shown
+    trained = load_model(run).model
+    asked = [[ord(letter), 256] for letter in "abcdefgh"]
+    told: list[list[int]] = [[] for _ in asked]
+    greedy = Sampling(temperature=0.0)
+    for row, token in generate(
+        trained, asked, num_tokens=4, seq_length=8, sampling=greedy, stops={256}, decoder_start=256
+    ):
+        told[row] += [] if token is None else [token]
+    assert told == [[ord(letter) + 1] for letter in "abcdefgh"]
+
+    adapted = flags.replace(str(run), str(tmp_path / "lora")).replace("--num-epochs 60", "--num-epochs 6")
+    losses = []
+    for layout in ("--dp 2", "--tp 2 --dp 1 --sequence-parallel", "--pp 2 --dp 1"):
+        one = adapted.replace(str(tmp_path / "lora"), str(tmp_path / layout.replace(" ", "")))
+        argv = with_t5([*of_pairs(pairs, "").split(), *f"{one} {layout} {ADAPTER}".split()])
+        train_on_ranks(argv, world_size=2)
+        losses.append([step.loss for step in steps_of(tmp_path / layout.replace(" ", "")).values()])
+    assert losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_pairs_of_completions_are_no_data_of_a_t5(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4)
+    flags = f"--train-data-path {path} --dataset-type chat --tokenizer-type bytes --vocab-size 272"
+    with pytest.raises(AssertionError, match=r"objective=causal_lm learns from texts or chats; use other data"):
+        train_on_ranks(t5(tmp_path / "run", "", data=flags))

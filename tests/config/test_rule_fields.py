@@ -41,6 +41,11 @@ OTHERS: list[dict[str, Any]] = [
     {"zero_quantized_weights": "int8", "objective": "dpo", "load_hf": "b", "train_data_path": ("a",)},
     {"outer_optimizer": "nesterov", "num_experts": 8, "num_distributed_optimizer_instances": 2},
     {"outer_lr": 0.5},
+    {
+        **{"model_type": "t5", "position_embedding_type": "relative", "encoder_seq_length": 8, "vocab_extra_ids": 9},
+        **{"decoder_seq_length": 8, "encoder_num_layers": 2, "decoder_num_layers": 2, "tokenizer_type": "bytes"},
+    },
+    {"model_type": "t5", "position_embedding_type": "relative", "dataset_type": "chat", "vocab_extra_ids": 9},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},
 ]
 

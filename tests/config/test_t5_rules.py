@@ -37,6 +37,10 @@ def test_sizes_of_both_sides_add_up() -> None:
         ("--attention-backend flash", "attention_backend=flash knows no score bias"),
         ("--reset-attention-mask", "reset_attention_mask is about texts of a GPT"),
         ("--vocab-extra-ids 0", "vocab_extra_ids=0 leaves no sentinels"),
+        (
+            "--encoder-seq-length 96 --decoder-seq-length 48 --vocab-extra-ids 4",
+            "has 5 hidden spans, and there are 4 sentinels; use --vocab-extra-ids 5",
+        ),
         ("--objective masked_lm", "objective=masked_lm trains model_type=bert"),
         ("--relu --geglu", "an MLP has one activation"),
         ("--bert-no-binary-head", "bert_no_binary_head=True is read for BERT alone"),
@@ -46,6 +50,31 @@ def test_what_a_t5_is_not_is_refused(flags: str, sentence: str) -> None:
     with pytest.raises(UserError) as refused:
         read(flags)
     assert sentence in str(refused.value)
+
+
+PAIRS = SIZES.replace("--mock-data", "--train-data-path a.jsonl --dataset-type chat --tokenizer-type bytes")
+PAIRS = PAIRS.replace("--vocab-size 200", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--train-on all", "train_on=all is for rows of a GPT"),
+        ("--mask-prob 0.3", "mask_prob=0.3 is about hidden spans, and pairs of texts have none"),
+        ("--mean-span-length 5", "mean_span_length=5.0 is about hidden spans"),
+        ("--dataset-type sentences", "dataset_type=sentences is for BERT"),
+        ("--objective dpo", "objective=dpo trains model_type=gpt"),
+    ],
+)
+def test_what_pairs_of_texts_do_not_go_with_is_refused(flags: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read(flags, sizes=PAIRS)
+    assert sentence in str(refused.value)
+
+
+def test_pairs_of_texts_need_no_sentinels() -> None:
+    config = read_config(with_t5(f"{PAIRS} --vocab-extra-ids 0 --train-on last".split())).config
+    assert config.data.has_chats and config.data.vocab_extra_ids == 0
 
 
 @pytest.mark.parametrize("flag", ["--decoder-num-layers 3", "--encoder-num-layers 2", "--encoder-seq-length 24"])

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from megatronish.core.errors import UserError
+from megatronish.core.hidden_spans import SpanRule, text_length
 from megatronish.data.sample import Sample
-from megatronish.data.spans import SideRows, SpanCollator, SpanRule, side_by_side, text_length
+from megatronish.data.spans import SideRows, SpanCollator, side_by_side
 from megatronish.tokenizer.control_tokens import SpanTokens
 
 SPECIAL = SpanTokens(start=0, end=1, filler=0, sentinels=range(999, 899, -1))

@@ -475,6 +475,24 @@ def test_what_is_no_weight_is_passed_over_and_what_is_unknown_is_left(tmp_path: 
     assert to_ours(theirs, megatron.rules(description)).left_over == ("binary_head.weight",)
 
 
+@pytest.mark.parametrize("attention", ["cross_attention.linear_q", "inter_attention.query"])
+def test_a_t5_of_megatron_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], attention: str
+) -> None:
+    """A rank of its encoder has no such tensor."""
+    save(tmp_path / "a", GPT2, random_model(GPT2), pipeline_parallel_size=2)
+    path = rank_file(tmp_path / "a", "00_001")
+    whole = torch.load(path, weights_only=False)
+    whole["model"][f"decoder.layers.0.{attention}.weight"] = torch.zeros(16, 16)
+    torch.save(whole, path)
+    flags = ["--from", "megatron", "--to", "megatronish", "--load", f"{tmp_path / 'a'}", "--save", f"{tmp_path / 'b'}"]
+    assert convert(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "holds a T5 of Megatron-LM, whose decoder has cross attention" in line
+    assert line.endswith("convert one of Hugging Face (--from hf), or train one with pretrain_t5.py")
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize("head", ["lm_head.dense.weight", "lm_head.dense.bias"])
 def test_a_bert_of_megatron_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], head: str) -> None:
     """Its head is on the last stage alone."""
@@ -575,6 +593,7 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], before_core: 
     [
         ({"position_embedding_type": "alibi"}, "no counterpart for position_embedding_type=alibi; keep this model in"),
         ({"embed_layernorm": True}, "no counterpart for embed_layernorm"),
+        ({"model_type": "t5"}, r"model_type=t5 \(its T5 has names and tensors that are not written here\); keep this"),
         ({"model_type": "bert"}, r"model_type=bert \(its BERT normalises before a sublayer\); keep this model in"),
         (
             {"attention_pattern": "fixed"},

@@ -9,12 +9,18 @@ import torch
 from conversions import to_hf, to_ours
 from safetensors.torch import load_file, save_file
 
+from megatronish.config.sections.data import ChatConfig, DataConfig
+from megatronish.data.chat.dataset import open_chats
+from megatronish.data.chat.setup import ChatSetup, SideLimits
+from megatronish.data.sample import DatasetSettings, DatasetSource
 from megatronish.data.spans import SideRows, side_by_side
+from megatronish.data.text_pairs import TextPairCollator
 from megatronish.formats.prove import compare_logits, our_model
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import load_model
 from megatronish.model.batch import MicroBatch
 from megatronish.tokenizer.control_tokens import SpanTokens
+from megatronish.tokenizer.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.peers("transformers")
 transformers: Any = pytest.importorskip(
@@ -116,6 +122,63 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, kind: str)
     }
     if kind == "untied":
         exact["head.weight"] = theirs.lm_head.weight.grad
+    here = dict(ours.named_parameters())
+    for key, gradient in exact.items():
+        grad = here[key].grad
+        assert grad is not None
+        assert (grad[: len(gradient)] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), key
+
+
+TEXTS = [("translate: the house", "la maison"), ("sum: 1 2", "3"), ("x" * 30, "y" * 21), ("a long one " * 9, "z" * 40)]
+"""Inputs and targets, of which the last ones are longer than a row."""
+
+
+def pairs_from_a_file(folder: Path, texts: list[tuple[str, str]]) -> MicroBatch:
+    """The micro-batch that a run makes of pairs of texts in a file, in bytes, of which 256 ends a row."""
+    lines = [json.dumps({"input": asked, "target": told}) for asked, told in texts]
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    data = DataConfig(dataset_type="chat", tokenizer_type="bytes")
+    setup = ChatSetup.of(ChatConfig(), data, build_tokenizer(data), sides=SideLimits(256, SE, SD))
+    settings = DatasetSettings(seq_length=SE + SD, seed=1, vocab_size=300, eod=256, chats=setup)
+    found = open_chats(DatasetSource("training", str(folder / "pairs.jsonl")), settings)
+    collate = TextPairCollator(SpanTokens(start=0, end=256, filler=0, sentinels=()), SE, SD, 4)
+    return collate([found.sample(number) for number in range(len(texts))], range(len(texts)))
+
+
+def theirs_of(texts: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
+    """What transformers is given of the same texts: ids with their end, a mask of filler, and labels."""
+    asked, told = zip(*texts, strict=True)
+    ids = [[*text.encode()[: SE - 1], 256] for text in asked]
+    labels = [[*text.encode(), 256][:SD] for text in told]
+    longest, most = max(map(len, ids)), max(map(len, labels))
+    return {
+        "input_ids": torch.tensor([[*row, *[0] * (longest - len(row))] for row in ids]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids]),
+        "labels": torch.tensor([[*row, *[-100] * (most - len(row))] for row in labels]),
+    }
+
+
+@pytest.mark.parametrize("texts", [TEXTS, TEXTS[:2]], ids=["cut", "short"])
+def test_pairs_of_texts_have_the_loss_and_gradients_of_transformers(
+    tmp_path: Path, texts: list[tuple[str, str]]
+) -> None:
+    theirs = random_t5("1.0", vocab_size=300, eos_token_id=256)
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected = theirs(**theirs_of(texts)).loss
+    expected.backward()
+
+    batch, ours = pairs_from_a_file(tmp_path, texts), our_model(tmp_path / "theirs").model.requires_grad_()
+    loss = (ours(None, batch, step=None) * batch.loss_mask.t()).sum() / batch.num_loss_tokens
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    loss.backward()
+    cross = theirs.decoder.block[0].layer[1].EncDecAttention
+    exact = {
+        "embedding.tokens.weight": theirs.shared.weight.grad,
+        "layers.0.mlp.fc2.weight": theirs.encoder.block[0].layer[1].DenseReluDense.wo.weight.grad,
+        "layers.2.cross_attention.kv.weight": torch.cat([cross.k.weight.grad, cross.v.weight.grad]),
+        "layers.4.mlp.fc1.weight": theirs.decoder.block[2].layer[2].DenseReluDense.wi.weight.grad,
+        "final_norm.weight": theirs.decoder.final_layer_norm.weight.grad,
+    }
     here = dict(ours.named_parameters())
     for key, gradient in exact.items():
         grad = here[key].grad

@@ -19,11 +19,12 @@ from megatronish.config.config import Config
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
+from megatronish.core.hidden_spans import SpanRule, text_length
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.masked import MaskedCollator
 from megatronish.data.sample import Dataset, Sample
 from megatronish.data.sentences import SPECIAL, pair
-from megatronish.data.spans import SpanCollator, SpanRule, text_length
+from megatronish.data.spans import SpanCollator
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place

@@ -6,6 +6,7 @@ from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
 from megatronish.config.rules.rule import MESH, ConfigRule
 from megatronish.config.sections.model import ModelConfig
+from megatronish.core.hidden_spans import SpanRule, too_few_sentinels
 
 SIDES = {
     "num_layers": ("encoder_num_layers", "decoder_num_layers"),
@@ -48,7 +49,7 @@ def _side(name: str) -> ConfigRule:
         both = " and ".join(f"{each}={size}" for each, size in zip(names, sizes, strict=True))
         return f"{name}={total} must be the sum of {both} (here it counts both sides); leave {FIELDS[name].flag} out"
 
-    return ConfigRule(("model_type", *names), complaint)
+    return ConfigRule(("model_type", name, *names), complaint)
 
 
 _SHORTEST = 3
@@ -125,16 +126,50 @@ def _data(config: Config) -> str | None:
     data = config.data
     if not config.model.has_encoder:
         return None
-    if not data.mock_data and data.dataset_type != "pretrain":
+    if not data.mock_data and data.dataset_type not in ("pretrain", "chat"):
         return (
-            f"dataset_type={data.dataset_type} is not what a T5 learns from, which is text with hidden spans; use "
-            "--dataset-type pretrain"
+            f"dataset_type={data.dataset_type} is not what a T5 learns from, which is text with hidden spans, or pairs "
+            "of texts; use --dataset-type pretrain, or chat"
         )
     for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if getattr(data, name):
             return f"{name} is about texts of a GPT, and model_type=t5 has two rows; leave {FIELDS[name].flag} out"
+    if data.has_chats:
+        return _pairs(config)
     if data.vocab_extra_ids == 0:
         return "vocab_extra_ids=0 leaves no sentinels to hide spans with; add --vocab-extra-ids 100"
+    return None
+
+
+_WITHOUT_OWN = ("null", "bytes")
+"""Tokenizers that have no sentinels of their own: how many there are is known before one is built."""
+
+
+def _sentinels(config: Config) -> str | None:
+    model, data = config.model, config.data
+    encoder, decoder = model.encoder_seq_length, model.decoder_seq_length
+    is_known = data.mock_data or data.tokenizer_type in _WITHOUT_OWN
+    if not model.has_encoder or data.has_chats or data.vocab_extra_ids == 0 or not is_known:
+        return None
+    if encoder is None or decoder is None or min(encoder, decoder) < _SHORTEST:
+        return None
+    return too_few_sentinels(SpanRule(data.mask_prob, data.mean_span_length), encoder, decoder, data.vocab_extra_ids)
+
+
+def _pairs(config: Config) -> str | None:
+    """Complaint about a setting that pairs of texts do not go with."""
+    if config.chat.train_on == "all":
+        return (
+            "train_on=all is for rows of a GPT: the decoder of a model_type=t5 writes the answer alone; use --train-on "
+            "assistant, or last"
+        )
+    for name in ("mask_prob", "mean_span_length"):
+        value = getattr(config.data, name)
+        if value != FIELDS[name].default:
+            return (
+                f"{name}={value} is about hidden spans, and pairs of texts have none; leave {FIELDS[name].flag} out, "
+                "or use --dataset-type pretrain"
+            )
     return None
 
 
@@ -157,6 +192,19 @@ RULES = (
         ("model_type", "context_parallel_size", "cp_comm_type", "compile", "cuda_graph", "attention_backend"),
         _execution,
     ),
-    ConfigRule(("model_type", "dataset_type", "mock_data", "vocab_extra_ids"), _data),
+    ConfigRule(
+        (
+            *("model_type", "dataset_type", "mock_data", "vocab_extra_ids", "train_on", "mask_prob"),
+            *("mean_span_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+        ),
+        _data,
+    ),
+    ConfigRule(
+        (
+            *("model_type", *SIDES["seq_length"], "mock_data", "dataset_type", "tokenizer_type", "vocab_extra_ids"),
+            *("mask_prob", "mean_span_length"),
+        ),
+        _sentinels,
+    ),
     ConfigRule(("model_type", *_OWN), _unread),
 )

@@ -83,8 +83,12 @@ class DataConfig:
     @property
     def packs_documents(self) -> bool:
         """Whether samples hold documents that do not see each other, or filler that no token sees."""
-        pads = DATASET_NAMES[self.dataset_type].has_sentences
-        return self.reset_attention_mask or pads or (self.dataset_type == "chat" and not self.mock_data)
+        return self.reset_attention_mask or DATASET_NAMES[self.dataset_type].has_sentences or self.has_chats
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the data paths hold chats, or pairs of texts."""
+        return self.dataset_type == "chat" and not self.mock_data
 
 
 def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
@@ -144,7 +148,9 @@ def _as_number(text: str) -> float | None:
         return None
 
 
-ChatFormat = Literal["auto", "openai", "sharegpt", "alpaca", "prompt_completion", "text", "pairs", "labelled"]
+ChatFormat = Literal[
+    "auto", "openai", "sharegpt", "alpaca", "prompt_completion", "input_target", "text", "pairs", "labelled"
+]
 TrainOn = Literal["assistant", "last", "all"]
 
 
@@ -162,4 +168,4 @@ class ChatConfig:
     train_on: TrainOn = "assistant"
     """Tokens of the loss: of all answers, of the last one, or all. A message with "train": false never counts."""
     pack_samples: bool = True
-    """Several chats in a row of --seq-length tokens, which do not see each other; else one a row."""
+    """Several chats in a row of --seq-length tokens, which do not see each other; else one a row, as t5 always has."""

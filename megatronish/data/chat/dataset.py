@@ -6,6 +6,9 @@ may hold chats of several files. An epoch has as many chats as all files togethe
 share begins its next pass earlier.
 
 A chat that is longer than a row is cut: its beginning stays. If no trained token is left of it, it is dropped.
+
+A model with an encoder has a row for each pair of what is read and what is written (chat/side_encoder.py): two lengths
+are not packed as one is.
 """
 
 import hashlib
@@ -255,9 +258,11 @@ def open_chats(source: DatasetSource, settings: DatasetSettings) -> ChatDataset:
     path = Path(source.path)
     masked = prepared(path, settings.chats, cache=Path(settings.cache_path) if settings.cache_path else None)
     masked.check_ids(settings.vocab_size)
-    file = ChatFile(masked, path, part=source.part, seq_length=settings.seq_length, seed=settings.seed)
+    sides = settings.chats.sides
+    file = ChatFile(masked, path, part=source.part, seq_length=settings.seq_length, seed=settings.seed, sides=sides)
     _refuse_empty(file, source, settings)
-    rows = ChatRows(settings.seq_length, settings.seed, settings.eod, settings.chats.config.pack_samples)
+    pack = settings.chats.config.pack_samples and sides is None
+    rows = ChatRows(settings.seq_length, settings.seed, settings.eod, pack)
     return ChatDataset([file], [None], name=source.name, settings=rows)
 
 

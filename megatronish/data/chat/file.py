@@ -1,6 +1,7 @@
 """A file of chats, or of pairs of completions, in rows of a length: which samples fit, what is cut, their order."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatronish.data.chat.conversation import PAIRED
 from megatronish.data.chat.masked import MaskedTokens
+from megatronish.data.chat.setup import SideLimits
 from megatronish.parallel.streams import numpy_stream
 
 FORMAT = "megatronish packed chats 1"
@@ -41,13 +43,21 @@ class ChatText(NamedTuple):
 class ChatFile:
     """Samples of a part of a file as they fit into a row: `take(k)` is number k of an endless shuffled order.
 
-    A sample is one text, or the two of a pair of completions, which are cut so that both fit into a row.
+    A sample is one text, or the two of a pair of completions, which are cut so that both fit into a row. With `sides`
+    it is what an encoder reads and what a decoder writes, each cut to its row; what is read keeps its end.
     """
 
     def __init__(
-        self, masked: MaskedTokens, path: Path, *, part: tuple[float, float], seq_length: int, seed: int
+        self,
+        masked: MaskedTokens,
+        path: Path,
+        *,
+        part: tuple[float, float],
+        seq_length: int,
+        seed: int,
+        sides: SideLimits | None = None,
     ) -> None:
-        self.path, self.masked = path, masked
+        self.path, self.masked, self.sides = path, masked, sides
         self.counts = masked.counts
         self.is_paired = self.counts.chat_format in PAIRED
         self._texts_each = 2 if self.is_paired else 1
@@ -57,7 +67,8 @@ class ChatFile:
         self._kept, self.lengths, self.fit = self._fitted(range(first, end))
         self.num_samples = len(self._kept)
         self._seed = seed
-        self.identity = hashlib.sha256(repr((FORMAT, masked.identity, first, end)).encode()).hexdigest()
+        named = (FORMAT, masked.identity, first, end, *(sides or ()))
+        self.identity = hashlib.sha256(repr(named).encode()).hexdigest()
         self.stored: NDArray[np.float32] | None = None  # [samples, 2], log-probabilities by a reference
         self._order: tuple[int, NDArray[np.int64]] = (-1, self._kept)
 
@@ -66,20 +77,26 @@ class ChatFile:
         kept, lengths, trained, cut, lost_end, dropped = [], [], 0, 0, 0, 0
         for sample in samples:
             masks = [self.masked.mask(document) for document in self._documents(sample)]
-            sizes = self._cut_sizes([len(mask) for mask in masks])
-            inside = [int(np.count_nonzero(mask[1:size])) for mask, size in zip(masks, sizes, strict=True)]
-            cut += any(len(mask) > size for mask, size in zip(masks, sizes, strict=True))
-            lost_end += any(bool(mask[size:].any()) for mask, size in zip(masks, sizes, strict=True))
+            rests = [mask[places] for mask, places in zip(masks, self._places(masks), strict=True)]
+            inside = [int(np.count_nonzero(rest[1:])) for rest in rests]
+            cut += any(len(mask) > len(rest) for mask, rest in zip(masks, rests, strict=True))
+            lost_end += any(np.count_nonzero(mask[1:]) > left for mask, left in zip(masks, inside, strict=True))
             dropped += min(inside) == 0
             if min(inside):
                 kept.append(sample)
-                lengths.append(sum(sizes))
+                lengths.append(sum(map(len, rests)))
                 trained += sum(inside)
         fit = Fit(len(samples), sum(lengths), trained, cut, lost_end, dropped)
         return np.array(kept, np.int64), np.array(lengths, np.int64), fit
 
     def _documents(self, sample: int) -> range:
         return range(sample * self._texts_each, (sample + 1) * self._texts_each)
+
+    def _places(self, masks: list[NDArray[np.bool_]]) -> Sequence[slice | NDArray[np.bool_]]:
+        """Of the tokens of each text of a sample those that are in a row."""
+        if self.sides is None:
+            return [slice(size) for size in self._cut_sizes([len(mask) for mask in masks])]
+        return [_of_sides(mask, self.sides) for mask in masks]
 
     def _cut_sizes(self, sizes: list[int]) -> list[int]:
         """Lengths of the texts of a sample in a row: of two that do not fit, what one leaves of its half the other has.
@@ -106,10 +123,9 @@ class ChatFile:
         if self.is_paired:  # the first bit of the first text is the label
             masks[0] = masks[0].copy()
             masks[0][0] = False
-        sizes = self._cut_sizes([len(mask) for mask in masks])
         return [
-            ChatText(self.masked.tokens(document)[:size], mask[:size])
-            for document, mask, size in zip(documents, masks, sizes, strict=True)
+            ChatText(self.masked.tokens(document)[places], mask[places])
+            for document, mask, places in zip(documents, masks, self._places(masks), strict=True)
         ]
 
     def label(self, place: int) -> bool:
@@ -119,6 +135,19 @@ class ChatFile:
     def reference(self, place: int) -> NDArray[np.float32] | None:
         """Of a pair: its log-probabilities by the reference, where they are stored."""
         return None if self.stored is None else self.stored[place]
+
+
+def border_of(mask: NDArray[np.bool_]) -> int:
+    """Number of tokens that an encoder reads, of a text whose trained tokens a decoder writes after them."""
+    return len(mask) - int(np.count_nonzero(mask))
+
+
+def _of_sides(mask: NDArray[np.bool_], sides: SideLimits) -> NDArray[np.bool_]:
+    """bool [tokens]: the beginning of each side, and the end of what is read."""
+    kept, border = np.ones(len(mask), np.bool_), border_of(mask)
+    kept[sides.encoder - 1 : border - 1] = False
+    kept[border + sides.decoder :] = False
+    return kept
 
 
 def shuffled(size: int, *names: str | int) -> NDArray[np.int64]:

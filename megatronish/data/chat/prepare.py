@@ -40,6 +40,7 @@ from megatronish.data.inputs import is_parquet
 from megatronish.data.readers import read_batches
 
 Record = dict[str, Any]
+INPUTS, TARGETS = ("input", "inputs"), ("target", "targets", "output")
 
 
 def _openai(record: Record) -> Conversation:
@@ -113,6 +114,15 @@ def _pairs(record: Record) -> CompletionPair:
     return CompletionPair(first, second)
 
 
+def _input_target(record: Record) -> PlainText:
+    """{"input", "target"}, also "inputs" and "targets" or "output": texts, of which the latter counts."""
+    texts = [next((record[name] for name in names if name in record), None) for names in (INPUTS, TARGETS)]
+    for name, text in zip(("input", "target"), texts, strict=True):
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{name} must be a text that is not empty")
+    return PlainText(*texts)  # type: ignore[arg-type]
+
+
 def _text(record: Record) -> PlainText:
     """{"text"}: every token is trained."""
     text = record.get("text")
@@ -128,6 +138,7 @@ FORMATS: dict[str, Callable[[Record], ChatRecord]] = {
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
+    "input_target": _input_target,
     "text": _text,
     "pairs": _pairs,
     "labelled": labelled,
@@ -150,12 +161,14 @@ def format_of(record: Record) -> str:
         return "labelled"
     if {"prompt", "completion"} <= record.keys():
         return "prompt_completion"
+    if not record.keys().isdisjoint(INPUTS) and not record.keys().isdisjoint(TARGETS):
+        return "input_target"
     if "text" in record:
         return "text"
     keys = ", ".join(sorted(map(str, record))[:6]) or "none"
     raise ValueError(
         f"its keys ({keys}) are of no known format; write messages, conversations, instruction and output, prompt and "
-        "completion, text, or chosen and rejected"
+        "completion, input and target, text, or chosen and rejected"
     )
 
 

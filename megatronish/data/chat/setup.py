@@ -12,6 +12,7 @@ from megatronish.core import foreign
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 from megatronish.data.chat.encoder import ChatEncoder
+from megatronish.data.chat.side_encoder import SideEncoder
 from megatronish.data.chat.template import BUILT_IN, ChatTemplate, built_in_template
 from megatronish.tokenizer.control_tokens import ControlEncoder
 from megatronish.tokenizer.tokenizer import Tokenizer
@@ -77,21 +78,35 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+class SideLimits(NamedTuple):
+    """Rows of a model with an encoder: the token that ends each, and the most tokens of each, with its end."""
+
+    end: int
+    encoder: int
+    decoder: int
+
+
 @dataclass(frozen=True)
 class ChatSetup:
-    """All that turns chats into tokens. `folder` holds the tokenizer's files, if it has any."""
+    """All that turns chats into tokens. `folder` holds the tokenizer's files, if it has any.
+
+    `sides` are those of a model whose encoder reads what is asked and whose decoder writes the answer.
+    """
 
     config: ChatConfig
     tokenizer: Tokenizer
     folder: Path | None = None
+    sides: SideLimits | None = None
 
     @classmethod
-    def of(cls, config: ChatConfig, data: DataConfig, tokenizer: Tokenizer) -> "ChatSetup":
+    def of(
+        cls, config: ChatConfig, data: DataConfig, tokenizer: Tokenizer, *, sides: SideLimits | None = None
+    ) -> "ChatSetup":
         """The setup that a config asks for."""
         if data.tokenizer_model is None:
-            return cls(config, tokenizer)
+            return cls(config, tokenizer, sides=sides)
         path = Path(data.tokenizer_model)
-        return cls(config, tokenizer, path if path.is_dir() else path.parent)
+        return cls(config, tokenizer, path if path.is_dir() else path.parent, sides)
 
     def __post_init__(self) -> None:
         try:
@@ -140,11 +155,16 @@ class ChatSetup:
         """Hash of all that determines the samples of given data."""
         config = self.config
         options = (config.chat_format, config.train_on, config.chat_date, sorted(self.variables.items()))
+        if self.sides is not None:
+            options = (*options, "two sides", self.sides.end)  # type: ignore[assignment]
         _, source = self._named_source() or ("", "")
         return hashlib.sha256(repr((options, source, self.controls.identity)).encode()).hexdigest()
 
     def encoder(self, *, for_chats: bool) -> ChatEncoder:
         """Encoder of conversations, or of plain texts alone, which need no template."""
+        if self.sides is not None:
+            template = self.template() if self._named_source() is not None else None
+            return SideEncoder(self.controls, template, train_on=self.config.train_on, end=self.sides.end)
         return ChatEncoder(
             self.controls,
             self.template() if for_chats else None,

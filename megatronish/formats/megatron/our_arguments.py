@@ -28,6 +28,8 @@ def check_counterpart(model: ModelConfig) -> None:
     def refuse(what: str) -> UserError:
         return UserError(f"Megatron-LM has no counterpart for {what}; keep this model in another format")
 
+    if model.has_encoder:
+        raise refuse(f"model_type={model.model_type} (its T5 has names and tensors that are not written here)")
     if model.model_type != "gpt":
         raise refuse(f"model_type={model.model_type} (its BERT normalises before a sublayer)")
     if model.block != "transformer":

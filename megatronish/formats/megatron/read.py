@@ -54,6 +54,10 @@ OLDEST_VERSION = 2.0  # before it, the rows of query_key_value had other orders
 ITERATION = re.compile(r"[0-9]{1,18}")
 CHUNK = re.compile(r"model(\d*)")
 BERT_HEAD = "lm_head.dense."  # in all versions; a T5 has an lm_head without it
+CROSS_ATTENTION = (
+    "cross_attention.",
+    "inter_attention.",
+)  # of decoders that read an encoder, since and before the core
 DEPTH = 8  # levels of nested dicts in models older than megatron-core
 
 
@@ -217,8 +221,13 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
 
 
 def _refuse_encoder(folder: Path, ranks: list[list[RankFile]]) -> None:
-    """UserError for a BERT, which is known by its head, on the last stage: `args` are the same for all models."""
+    """UserError for a BERT or a T5, which are known by names of tensors: `args` are the same for all models."""
     names = {name for stage in ranks for rank in stage for chunk in rank.chunks.values() for name in chunk}
+    if any(part in name for name in names for part in CROSS_ATTENTION):
+        raise UserError(
+            f"{folder} holds a T5 of Megatron-LM, whose decoder has cross attention; its tensors are not read here; "
+            "convert one of Hugging Face (--from hf), or train one with pretrain_t5.py"
+        )
     if any(name.startswith(BERT_HEAD) for name in names):
         raise UserError(
             f"{folder} holds a BERT of Megatron-LM, which normalises before a sublayer and once after the last; BERT "
