@@ -202,7 +202,7 @@ COMMANDS = {
     "bench-collectives": Command("train", "bench_collectives", "measure the links of a layout, or compare its ranks"),
     "collect-corpus": Command("data", "collect_corpus", "collect a small text corpus that every machine has"),
     "train-tokenizer": Command("data", "train_tokenizer", "train a SentencePiece tokenizer on JSON lines"),
-    "preprocess": Command("data", "preprocess", "tokenize JSON lines into .bin/.idx files"),
+    "preprocess": Command("data", "preprocess_tasks", "tokenize JSON lines into .bin/.idx files"),
     "audit": Command("data", "audit", "print which tokens of chat data would be trained on"),
     "merge": Command("data", "merge", "join .bin/.idx files into one pair"),
     "generate": Command("models", "generate", "continue prompts with a trained model", "run", "GenerateArguments"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
@@ -37,8 +37,8 @@ from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)
-class PreprocessArguments:
-    """Tokenize JSON lines into PREFIX_KEY_document.bin/.idx, Megatron's format."""
+class TokenizingArguments:
+    """Settings on which the bytes of the result depend."""
 
     input: tuple[str, ...]
     """Files, folders or patterns: JSON lines (also .gz, .bz2, .xz, .zst), a JSON array, or .parquet."""
@@ -68,14 +68,26 @@ class PreprocessArguments:
     """End every document with the end-of-document token."""
     split_sentences: bool = False
     """A sequence for each sentence, for BERT; the files are PREFIX_KEY_sentence."""
-    workers: int = 1
-    """Processes that tokenize."""
     strict: bool = False
     """A bad line is an error instead of being skipped and counted."""
     max_bad_fraction: float = 0.5
     """With a larger part of bad lines, the key or the format is wrong: nothing is written, and the status is 2."""
+
+
+@dataclass(frozen=True)
+class PreprocessArguments(TokenizingArguments):
+    """Tokenize JSON lines into PREFIX_KEY_document.bin/.idx, Megatron's format.
+
+    On many machines: preprocess plan, preprocess run, preprocess status, preprocess merge; each has its --help.
+    """
+
+    workers: int = 1
+    """Processes that tokenize."""
     log_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 100_000
     """Documents between lines of progress where there is no terminal for a bar."""
+
+
+Arguments = TypeVar("Arguments", bound=TokenizingArguments)
 
 
 class PreprocessProgress:
@@ -100,24 +112,30 @@ class PreprocessProgress:
 
 def main(argv: Sequence[str], *, program: str = "megatronish preprocess") -> int:
     """Run the command; the exit status."""
-    own = {"help", *(field.name.replace("_", "-") for field in fields(PreprocessArguments))}
 
     def work() -> int:
-        flags = without_megatron_flags(argv, own)
-        arguments = read_arguments(PreprocessArguments, flags.argv, program=program)
-        for note in flags.notes:
-            print(f"note: {note}", file=sys.stderr)
-        with _ended_by_signals():
+        arguments = read_tokenizing(PreprocessArguments, argv, program=program)
+        with ended_by_signals():
             return run(arguments)
 
     return exit_status(work, prefix="error: ")
+
+
+def read_tokenizing(kind: type[Arguments], argv: Sequence[str], *, program: str) -> Arguments:
+    """Arguments of class `kind`; Megatron-LM's flags are taken out, with a note of each on stderr."""
+    own = {"help", *(field.name.replace("_", "-") for field in fields(kind))}
+    flags = without_megatron_flags(argv, own)
+    arguments = read_arguments(kind, flags.argv, program=program)
+    for note in flags.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return arguments
 
 
 def run(arguments: PreprocessArguments) -> int:
     """Write the files, and report what was done; the exit status."""
     import_plugins(arguments.plugin)
     files = input_files(arguments.input)
-    _tell_files(files)
+    tell_files(files)
     num_bytes = sum(path.stat().st_size for path in files)
     progress = PreprocessProgress(num_bytes=num_bytes, log_interval=arguments.log_interval)
     try:
@@ -144,7 +162,7 @@ def run(arguments: PreprocessArguments) -> int:
     return 0
 
 
-def _tell_files(files: Sequence[Path]) -> None:
+def tell_files(files: Sequence[Path]) -> None:
     """Print which files are read where there are several, and which of them may hold the same texts."""
     if len(files) > 1:
         print(f"reading {len(files):,} files: {listed(files)}", file=sys.stderr)
@@ -165,7 +183,7 @@ def plugged_tokenizer(plugins: Sequence[str], settings: DataConfig) -> Tokenizer
     return build_tokenizer(settings)
 
 
-def tokenizer_settings(arguments: PreprocessArguments) -> DataConfig:
+def tokenizer_settings(arguments: TokenizingArguments) -> DataConfig:
     """The fields that describe a tokenizer. Its kind follows from the files where it is not given."""
     given = {
         name: value
@@ -186,14 +204,14 @@ def tokenizer_settings(arguments: PreprocessArguments) -> DataConfig:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals(left: str = "nothing was written") -> Iterator[None]:
     """SIGTERM and SIGHUP end the command as an error does, so that no temporary file is left. Status 128 + number."""
     heard = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) is signal.SIG_DFL]
 
     def end(signum: int, _frame: FrameType | None) -> None:
         for each in heard:
             signal.signal(each, signal.SIG_IGN)  # cleaning up is not interrupted
-        print(f"stopped by {signal.Signals(signum).name}; nothing was written", file=sys.stderr, flush=True)
+        print(f"stopped by {signal.Signals(signum).name}; {left}", file=sys.stderr, flush=True)
         raise SystemExit(128 + signum)
 
     if threading.current_thread() is not threading.main_thread():

@@ -26,7 +26,7 @@ from megatronish.config.rules import (
     t5,
     training,
 )
-from megatronish.config.sections.data import DataConfig, parse_blend, split_part
+from megatronish.config.sections.data import MANIFEST, DataConfig, parse_blend, split_part
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import parse_batch_sizes
 from megatronish.config.shipped import HOW_TO_MAKE
@@ -165,7 +165,8 @@ def _missing_data(data: DataConfig) -> Iterator[str]:
             if complaint := _no_path(prefix):
                 yield f"{name}={prefix[:60]!r}: {complaint}"
                 continue
-            missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+            files = [prefix] if prefix.endswith(MANIFEST) else [f"{prefix}{end}" for end in (".bin", ".idx")]
+            missing = [path for path in files if not Path(path).is_file()]
             # What exists and is no ordinary file has another remedy: a pipe would block its reader.
             odd = [path for path in missing if Path(path).exists()]
             if odd:

@@ -183,6 +183,46 @@ class AtomicFile:
             self.discard()
 
 
+@contextmanager
+def working_folder(path: Path) -> Iterator[Path]:
+    """A new folder `<name>.<random>.tmp` next to `path`, for one process; it is removed at the end.
+
+    Those of dead processes are removed first: a folder is locked while its process lives, as an `AtomicFile` is.
+    """
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftover_folders(path.parent, path.name)
+        while True:
+            folder = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+            folder.mkdir()
+            lock = os.open(folder, os.O_RDONLY)
+            # Between the two, another process may have taken the folder for a leftover.
+            if _lock(lock) != "taken" and folder.exists():
+                break
+            os.close(lock)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_leftover_folders(place: Path, name: str | None = None) -> None:
+    """Delete the working folders in `place`, those of `name` or all, whose processes are dead.
+
+    One that cannot be locked is left alone.
+    """
+    pattern = re.compile((".+" if name is None else re.escape(name)) + r"\.[0-9a-f]{12}\.tmp")
+    for leftover in [entry for entry in place.iterdir() if pattern.fullmatch(entry.name)]:
+        with suppress(OSError):
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | NO_LINK)
+            try:
+                if _lock(descriptor) == "locked":
+                    shutil.rmtree(leftover, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
 def _locked_file_beside(path: Path) -> tuple[Path, BinaryIO]:
     """A new temporary file for `path`, locked by this process where the file system has locks."""
     while True:
@@ -233,7 +273,7 @@ def one_builder(path: Path, *, patience_seconds: float = 600.0) -> Iterator[None
     yield
 
 
-def _lock(file: BinaryIO) -> Literal["locked", "taken", "impossible"]:
+def _lock(file: BinaryIO | int) -> Literal["locked", "taken", "impossible"]:
     """Lock a file for this process, without waiting. Some network file systems have no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -50,8 +50,20 @@ class EncodingJob:
     """A sequence for each sentence of a document."""
 
 
+class BadLine(NamedTuple):
+    """A line that cannot be used, and why; it is counted from byte `origin` of the file on."""
+
+    path: str
+    line: int
+    why: str
+    origin: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.why}"
+
+
 class Encoded(NamedTuple):
-    """Encoded batch: for each key the documents' tokens end to end and their lengths; a message for each bad line.
+    """Encoded batch: for each key the documents' tokens end to end and their lengths; and the lines that are bad.
 
     `sequences` are the lengths of the sequences of each document, one of all its tokens, or its sentences.
     """
@@ -59,7 +71,7 @@ class Encoded(NamedTuple):
     tokens: list[NDArray[Any]]
     lengths: list[list[int]]
     sequences: list[list[list[int]]]
-    bad_lines: list[str]
+    bad_lines: list[BadLine]
     num_bytes: int
 
 
@@ -93,7 +105,9 @@ def encode_batch(batch: Batch, job: EncodingJob, tokenizer: Encoder) -> Encoded:
         tokens=[np.concatenate([empty, *(part for parts in of_key for part in parts)]) for of_key in documents],
         lengths=[[sum(map(len, parts)) for parts in of_key] for of_key in documents],
         sequences=[[[len(part) for part in parts] for parts in of_key] for of_key in documents],
-        bad_lines=[f"{batch.path}:{number}: {error}" for number, error in sorted(bad_lines.items())],
+        bad_lines=[
+            BadLine(batch.path, number, str(error), batch.origin) for number, error in sorted(bad_lines.items())
+        ],
         num_bytes=batch.num_bytes,
     )
 

@@ -24,6 +24,7 @@ import mmap
 import shutil
 import struct
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,40 @@ def idx_path(prefix: str | Path) -> Path:
 
 # How much of a .bin tells one text from another of the same lengths: a hash of terabytes would take hours.
 NUM_PIECES, PIECE_BYTES = 256, 4096
+BLOCK = 1 << 18
+"""Entries of an index that are checked, or copied, at a time."""
+
+
+class JoinedTokens:
+    """Tokens of several arrays end to end; a slice is a view where it lies in one array."""
+
+    def __init__(self, arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self._arrays = [array for array in arrays if len(array)]
+        self._ends = np.cumsum([len(array) for array in self._arrays], dtype=np.int64).tolist()
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        start, end, step = part.indices(len(self))
+        assert step == 1, "tokens are read in their order"
+        found, place = [], start
+        while place < end:
+            number = bisect_right(self._ends, place)
+            before = self._ends[number] - len(self._arrays[number])
+            found.append(self._arrays[number][place - before : end - before])
+            place = self._ends[number]
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else np.empty(0, self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
+
+
+TokenArray = NDArray[Any] | JoinedTokens
+"""Tokens of a data set end to end, in a file or in several."""
 
 
 class IndexedTokens:
@@ -68,10 +103,10 @@ class IndexedTokens:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        for path in (idx_path(prefix), bin_path(prefix)):
+        index, *bins = self._files()
+        for path in (index, *bins):
             if not path.is_file():
-                raise UserError(f"data file {path} does not exist; {_missing_remedy(self.prefix)}")
-        index = idx_path(prefix)
+                raise UserError(f"data file {path} does not exist; {self._missing_remedy()}")
         num_sequences, num_indices = self._read_header(index)
         self._mapped = [MappedArray(index, np.uint8)]
         self._index = self._mapped[0].values
@@ -82,7 +117,19 @@ class IndexedTokens:
         arrays += 8 * num_sequences
         self.document_indices = self._index[arrays : arrays + 8 * num_indices].view("<i8")
         self._check_index(index)
-        self.tokens = self._map_tokens(bin_path(prefix))
+        self.tokens = self._map_tokens(bins)
+
+    def _files(self) -> list[Path]:
+        """The files that are read: the index first, then those of the tokens, in their order."""
+        return [idx_path(self.prefix), bin_path(self.prefix)]
+
+    @property
+    def where(self) -> str:
+        """What holds the tokens, for messages."""
+        return str(bin_path(self.prefix))
+
+    def _missing_remedy(self) -> str:
+        return _missing_remedy(self.prefix)
 
     def _read_header(self, path: Path) -> tuple[int, int]:
         size = path.stat().st_size
@@ -106,23 +153,35 @@ class IndexedTokens:
         return num_sequences, num_indices
 
     def _check_index(self, path: Path) -> None:
-        lengths, documents = self.sequence_lengths, self.document_indices
-        if (lengths < 0).any():
-            raise UserError(f"{path} has a sequence of {lengths.min()} tokens and is damaged; {REMEDY}")
-        starts = np.cumsum(lengths, dtype=np.int64) - lengths
-        if not np.array_equal(self.pointers, starts * self.dtype.itemsize):
-            raise UserError(f"{path} has pointers that do not follow from its lengths and is damaged; {REMEDY}")
-        if documents[0] != 0 or documents[-1] != len(lengths) or (documents[1:] < documents[:-1]).any():
+        documents, num_sequences, start = self.document_indices, len(self.sequence_lengths), 0
+        for first in range(0, num_sequences, BLOCK):  # in blocks, so that memory does not grow with the index
+            lengths = self.sequence_lengths[first : first + BLOCK]
+            if lengths.min() < 0:
+                raise UserError(f"{path} has a sequence of {lengths.min()} tokens and is damaged; {REMEDY}")
+            ends = np.cumsum(lengths, dtype=np.int64)
+            pointers = (start + ends - lengths) * self.dtype.itemsize
+            if not np.array_equal(self.pointers[first : first + BLOCK], pointers):
+                raise UserError(f"{path} has pointers that do not follow from its lengths and is damaged; {REMEDY}")
+            start += int(ends[-1])
+        rises = documents[0] == 0 and documents[-1] == num_sequences
+        for first in range(0, len(documents) - 1, BLOCK):
+            block = documents[first : first + BLOCK + 1]
+            rises = rises and bool((block[1:] >= block[:-1]).all())
+        if not rises:
             raise UserError(
-                f"{path} has document indices that do not rise from 0 to its {len(lengths)} sequences and is damaged; "
+                f"{path} has document indices that do not rise from 0 to its {num_sequences} sequences and is damaged; "
                 f"{REMEDY}"
             )
 
-    def _map_tokens(self, path: Path) -> NDArray[Any]:
-        size = path.stat().st_size
-        expected = 0
-        if len(self.pointers):
-            expected = int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+    def _num_bytes(self) -> int:
+        """Bytes of all tokens, by the index."""
+        if not len(self.pointers):
+            return 0
+        return int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+
+    def _map_tokens(self, bins: Sequence[Path]) -> TokenArray:
+        (path,) = bins
+        size, expected = path.stat().st_size, self._num_bytes()
         if size != expected:
             fault = "is truncated" if size < expected else "is not the one its .idx was written for"
             raise UserError(f"{path} has {size} bytes but its .idx says {expected}: it {fault}; {REMEDY}")
@@ -152,11 +211,13 @@ class IndexedTokens:
     @property
     def content(self) -> str:
         """A hash of pieces of the .bin, spread evenly: other text of the same lengths has another."""
-        bytes_ = self.tokens.view(np.uint8)
-        starts = np.linspace(0, max(len(bytes_) - PIECE_BYTES, 0), NUM_PIECES, dtype=np.int64)
-        digest = hashlib.sha256(str(len(bytes_)).encode())
-        for start in np.unique(starts):
-            digest.update(bytes_[start : start + PIECE_BYTES].tobytes())
+        size, num_bytes = self.dtype.itemsize, self.num_tokens * self.dtype.itemsize
+        starts = np.linspace(0, max(num_bytes - PIECE_BYTES, 0), NUM_PIECES, dtype=np.int64)
+        digest = hashlib.sha256(str(num_bytes).encode())
+        for start in np.unique(starts).tolist():
+            first, end = start // size, min(-(-(start + PIECE_BYTES) // size), self.num_tokens)
+            skipped = start - first * size
+            digest.update(self.tokens[first:end].tobytes()[skipped : skipped + PIECE_BYTES])
         return digest.hexdigest()
 
     def __len__(self) -> int:
@@ -231,7 +292,7 @@ class IndexedWriter:
                 f"{prefix} holds {other.dtype} tokens and cannot be merged into {self.prefix} of {self.dtype}; "
                 "preprocess both with the same tokenizer"
             )
-        with bin_path(prefix).open("rb") as file, _writing(bin_path(self.prefix)):
+        with bin_path(prefix).open("rb") as file, writing(bin_path(self.prefix)):
             shutil.copyfileobj(file, self._bin.file, 1 << 22)
         self._index(np.asarray(other.sequence_lengths), np.diff(other.document_indices))
 
@@ -245,7 +306,7 @@ class IndexedWriter:
             )
         if len(lengths) and lengths.max() > LARGEST_LENGTH:
             raise UserError(f"a document of {lengths.max()} tokens is longer than {LARGEST_LENGTH}; cut it in pieces")
-        with _writing(bin_path(self.prefix)):
+        with writing(bin_path(self.prefix)):
             self._bin.file.write(tokens.astype(self.dtype).tobytes())
         self._index(lengths, sequences)
 
@@ -259,7 +320,7 @@ class IndexedWriter:
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1], out=pointers[1:])
         pointers *= self.dtype.itemsize
-        with _writing(bin_path(self.prefix)), AtomicFile(idx_path(self.prefix)) as index:
+        with writing(bin_path(self.prefix)), AtomicFile(idx_path(self.prefix)) as index:
             documents = np.frombuffer(self._documents, np.int64)
             index.file.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(documents)))
             for values in (lengths.astype("<i4", copy=False), pointers, documents.astype("<i8", copy=False)):
@@ -285,8 +346,8 @@ class IndexedWriter:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """RunError in place of an OSError, which names no file."""
+def writing(path: Path) -> Iterator[None]:
+    """RunError for a pair that cannot be written, in place of an OSError, which names no file."""
     try:
         yield
     except OSError as error:

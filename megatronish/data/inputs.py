@@ -12,6 +12,7 @@ import io
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,8 @@ HEAD_BYTES = 512
 PACKED_BYTES = 1 << 11  # of Zstandard, unpacked at a time: a block of 4 bytes may become 128 KiB
 MAX_LISTED = 10
 BOM = b"\xef\xbb\xbf"
+ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*[{\]]")
+"""Beginning of a file that is one JSON array."""
 
 
 class Compression(NamedTuple):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import numpy as np
 
 from megatronish.core.errors import UserError
 from megatronish.core.files import refuse_input_as_output
-from megatronish.data.encoding import Encoder, EncodingJob, encode_all, signals_held
+from megatronish.data.encoding import BadLine, Encoder, EncodingJob, encode_all, signals_held
 from megatronish.data.indexed import IndexedWriter, token_dtype
 from megatronish.data.inputs import input_files, listed, text_format_of
+from megatronish.data.pieces import InputPiece, lines_before
 from megatronish.data.readers import read_batches
 
 MAX_WORKERS = 1024
@@ -67,24 +69,52 @@ def preprocess(
     be written, WorkerDiedError for a worker that was killed, RunError for a disk that is full or fails.
     """
     files = input_files(inputs)
-    _check(json_keys=json_keys, workers=workers, max_bad_fraction=max_bad_fraction)
+    check_settings(json_keys=json_keys, workers=workers, max_bad_fraction=max_bad_fraction)
     names = [output_name(output_prefix, key, split_sentences=split_sentences) for key in json_keys]
     for name in names:
         for suffix in (".bin", ".idx"):
             refuse_input_as_output("--output-prefix", Path(name + suffix), files)
-    own_tokenizer = tokenizer()
     job = EncodingJob(tokenizer, tuple(json_keys), append_eod, split_sentences)
-    summary, start = Summary(), time.monotonic()
-    batches = (batch for path in files for batch in read_batches(path, json_keys))
     with ExitStack() as stack:
-        dtype = token_dtype(own_tokenizer.vocab_size)
-        with signals_held():  # between a file and the note that it must be deleted
-            writers = [stack.enter_context(_open_writer(name, output_prefix, dtype=dtype)) for name in names]
-        for encoded in stack.enter_context(closing(encode_all(batches, job, own_tokenizer, workers=workers))):
-            for message in encoded.bad_lines:
-                if strict:
-                    raise UserError(f"{message}; correct the line, or leave --strict out to skip such lines")
-                on_bad_line(message)
+        opened = partial(_open_writer, output_prefix=output_prefix)
+        summary = encode_pieces(
+            [InputPiece(str(path)) for path in files],
+            names,
+            job,
+            own_tokenizer=tokenizer(),
+            open_writer=lambda name, dtype: stack.enter_context(opened(name, dtype=dtype)),
+            workers=workers,
+            on_bad_line=told_bad_lines(lambda bad: on_bad_line(str(bad)), strict=strict),
+            on_progress=on_progress,
+        )
+        refuse_too_few(summary, files, json_keys, max_bad_fraction)
+    return summary
+
+
+def encode_pieces(
+    pieces: Sequence[InputPiece],
+    names: Sequence[str],
+    job: EncodingJob,
+    *,
+    own_tokenizer: Encoder,
+    open_writer: Callable[[str, np.dtype[Any]], IndexedWriter],
+    workers: int,
+    on_bad_line: Callable[[BadLine], None],
+    on_progress: Callable[[Summary, int], None],
+) -> Summary:
+    """Write the documents of pieces of files into the pairs `names`, one for each key of the job.
+
+    The writers are those of `open_writer`, which keeps or discards what they wrote.
+    """
+    summary, start = Summary(), time.monotonic()
+    batches = (batch for piece in pieces for batch in read_batches(Path(piece.path), job.json_keys, piece))
+    dtype = token_dtype(own_tokenizer.vocab_size)
+    with signals_held():  # between a file and the note that it must be deleted
+        writers = [open_writer(name, dtype) for name in names]
+    with closing(encode_all(batches, job, own_tokenizer, workers=workers)) as all_encoded:
+        for encoded in all_encoded:
+            for bad in encoded.bad_lines:
+                on_bad_line(bad)
             for writer, tokens, sequences in zip(writers, encoded.tokens, encoded.sequences, strict=True):
                 writer.add_split_documents(tokens, sequences)
                 summary.tokens += len(tokens)
@@ -92,11 +122,27 @@ def preprocess(
             summary.bad_lines += len(encoded.bad_lines)
             summary.seconds = time.monotonic() - start
             on_progress(summary, encoded.num_bytes)
-        _refuse_too_few(summary, files, json_keys, max_bad_fraction)
     return summary
 
 
-def _check(*, json_keys: Sequence[str], workers: int, max_bad_fraction: float) -> None:
+def told_bad_lines(tell: Callable[[BadLine], None], *, strict: bool) -> Callable[[BadLine], None]:
+    """What hears of each bad line, with its number counted from the beginning of the file; `strict`: UserError."""
+    before: dict[tuple[str, int], int] = {}
+
+    def hear(bad: BadLine) -> None:
+        place = bad.path, bad.origin
+        if place not in before:
+            before[place] = lines_before(bad.origin, bad.path)
+        bad = BadLine(bad.path, before[place] + bad.line, bad.why)
+        if strict:
+            raise UserError(f"{bad}; correct the line, or leave --strict out to skip such lines")
+        tell(bad)
+
+    return hear
+
+
+def check_settings(*, json_keys: Sequence[str], workers: int, max_bad_fraction: float) -> None:
+    """UserError for keys, workers or a fraction that make no sense."""
     if len(set(json_keys)) != len(json_keys) or not json_keys:
         raise UserError(f"--json-keys {' '.join(json_keys)} must be different keys, at least one; for example text")
     for key in json_keys:
@@ -111,7 +157,7 @@ def _check(*, json_keys: Sequence[str], workers: int, max_bad_fraction: float) -
         raise UserError(f"--max-bad-fraction {max_bad_fraction} must be at least 0 and at most 1; for example 0.01")
 
 
-def _refuse_too_few(summary: Summary, files: Sequence[Path], json_keys: Sequence[str], max_bad_fraction: float) -> None:
+def refuse_too_few(summary: Summary, files: Sequence[Path], json_keys: Sequence[str], max_bad_fraction: float) -> None:
     """UserError if there is no document, or if too many lines are bad."""
     names, keys = listed(files), ", ".join(json_keys)
     if summary.documents == 0:

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.core.errors import UserError
-from megatronish.data.inputs import BOM, HEAD_BYTES, OpenInput, is_parquet, open_input, optional_library, unpacking
+from megatronish.data.inputs import (
+    ARRAY_OF_OBJECTS,
+    BOM,
+    HEAD_BYTES,
+    OpenInput,
+    is_parquet,
+    open_input,
+    optional_library,
+    unpacking,
+)
+from megatronish.data.pieces import InputPiece
 
 BATCH_BYTES = 1 << 18
 BATCH_ROWS, ROWS_AT_ONCE = 256, 16
@@ -20,25 +30,26 @@ LONGEST_LINE = 1 << 28  # bytes
 LONGEST_ELEMENT = 1 << 28  # characters of an element of a JSON array
 
 _BLANK = re.compile(r"[ \t\r\n]*")
-_ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*[{\]]")
 
 
 class Batch(NamedTuple):
     """Lines that are sent to a worker together; `num_bytes` of the file were read for them.
 
-    `first_line` counts from 1: lines of a file, elements of an array, rows of a table.
+    `first_line` counts from 1: lines of a file from its byte `origin` on, elements of an array, rows of a table.
     """
 
     path: str
     first_line: int
     lines: list[bytes]
     num_bytes: int
+    origin: int = 0
 
 
-def read_batches(path: Path, json_keys: Sequence[str]) -> Iterator[Batch]:
-    """Batches of a file, about 256 KiB each. UserError if it is another format, or broken."""
+def read_batches(path: Path, json_keys: Sequence[str], piece: InputPiece | None = None) -> Iterator[Batch]:
+    """Batches of a file, about 256 KiB each, or of a piece of it. UserError if it is another format, or broken."""
+    piece = piece or InputPiece(str(path))
     if is_parquet(path):
-        yield from _rows(path, json_keys)
+        yield from _rows(path, json_keys, piece)
         return
     done = 0
 
@@ -47,15 +58,17 @@ def read_batches(path: Path, json_keys: Sequence[str]) -> Iterator[Batch]:
 
     with unpacking(path, where), open_input(path) as file:
         head = file.text.peek(HEAD_BYTES).removeprefix(BOM)  # type: ignore[attr-defined]
-        batches = _elements(path, file) if _ARRAY_OF_OBJECTS.match(head) else _lines(path, file)
+        batches = _elements(path, file) if ARRAY_OF_OBJECTS.match(head) else _lines(path, file, piece)
         for batch in batches:
             yield batch
             done = batch.first_line + len(batch.lines) - 1
 
 
-def _lines(path: Path, file: OpenInput) -> Iterator[Batch]:
-    line, position, begun = 1, 0, bytearray()
-    while block := file.text.read(BATCH_BYTES):
+def _lines(path: Path, file: OpenInput, piece: InputPiece) -> Iterator[Batch]:
+    if piece.start:
+        file.raw.seek(piece.start)
+    line, position, begun = 1, piece.start, bytearray()
+    while block := file.text.read(_room(file, piece)):
         head, newline, rest = block.rpartition(b"\n")
         if not newline:
             begun += block
@@ -69,10 +82,19 @@ def _lines(path: Path, file: OpenInput) -> Iterator[Batch]:
             line, begun = line + head.count(b"\n") + 1, bytearray(rest)
             continue
         lines = bytes(begun + head).split(b"\n")
-        yield Batch(str(path), line, lines, file.raw.tell() - position)
+        yield Batch(str(path), line, lines, file.raw.tell() - position, piece.start)
         line, position, begun = line + len(lines), file.raw.tell(), bytearray(rest)
+    if piece.end is not None and file.raw.tell() < piece.end:
+        raise UserError(
+            f"--input {path} ends at byte {file.raw.tell():,}, before its piece does: it was cut; plan again"
+        )
     if begun or file.raw.tell() > position:  # also of blank lines alone: what was read counts as done
-        yield Batch(str(path), line, [bytes(begun)], file.raw.tell() - position)
+        yield Batch(str(path), line, [bytes(begun)], file.raw.tell() - position, piece.start)
+
+
+def _room(file: OpenInput, piece: InputPiece) -> int:
+    """Bytes that are read next: a piece that ends in the middle of a file is of a file without compression."""
+    return BATCH_BYTES if piece.end is None else min(BATCH_BYTES, piece.end - file.raw.tell())
 
 
 class _ArrayText:
@@ -161,13 +183,14 @@ def _elements(path: Path, file: OpenInput) -> Iterator[Batch]:
         yield Batch(str(path), array.taken - len(lines) + 1, lines, file.raw.tell() - position)
 
 
-def _rows(path: Path, json_keys: Sequence[str]) -> Iterator[Batch]:
-    """Rows of a Parquet file, each an object of the columns that `json_keys` name."""
+def _rows(path: Path, json_keys: Sequence[str], piece: InputPiece) -> Iterator[Batch]:
+    """Rows of the row groups of a piece of a Parquet file, each an object of the columns that `json_keys` name."""
     parquet = optional_library("pyarrow.parquet", extra="parquet", what="Parquet files")
     arrow = optional_library("pyarrow", extra="parquet", what="Parquet files")
     row = 1
     try:
         with parquet.ParquetFile(path) as file:
+            groups = list(range(file.num_row_groups)[piece.start : piece.end])
             names = file.schema_arrow.names
             columns = {key if key in names else key.partition(".")[0] for key in json_keys}
             if missing := sorted(columns - set(names)):
@@ -175,9 +198,11 @@ def _rows(path: Path, json_keys: Sequence[str]) -> Iterator[Batch]:
                     f"--input {path} has no column {missing[0]}; --json-keys names one or more of {', '.join(names)}"
                 )
             num_rows, size = max(file.metadata.num_rows, 1), path.stat().st_size
+            row += sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
             lines, length = list[bytes](), 0
             # A value that is there once may be that of many rows: few of them are unpacked at a time.
-            for table in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=sorted(columns)):
+            tables = file.iter_batches(batch_size=ROWS_AT_ONCE, row_groups=groups, columns=sorted(columns))
+            for table in tables if groups else ():
                 for record in table.to_pylist():
                     lines.append(_as_line(record))
                     length += len(lines[-1])

@@ -16,6 +16,7 @@ damaged file, which is built again.
 import hashlib
 import logging
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,9 @@ from numpy.typing import NDArray
 
 from megatronish.core.errors import UserError
 from megatronish.core.files import AtomicFile, one_builder
-from megatronish.data.indexed import IndexedTokens, MappedArray, bin_path
+from megatronish.data.indexed import IndexedTokens, MappedArray
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
+from megatronish.data.shards import open_tokens
 from megatronish.parallel.streams import numpy_stream
 
 logger = logging.getLogger(__name__)
@@ -104,17 +106,8 @@ class GPTSamples:
         to = starts + np.minimum(end - begins, lengths)
         tokens = self._file.tokens
         values = np.concatenate([tokens[a:b] for a, b in zip(from_.tolist(), to.tolist(), strict=True) if a < b])
-        self._check_tokens(values)
+        check_tokens(values, self._file.where, vocab_size=self._vocab_size)
         return Sample(values.astype(np.int64))
-
-    def _check_tokens(self, tokens: NDArray[Any]) -> None:
-        largest, smallest = int(tokens.max()), int(tokens.min())
-        if largest >= self._vocab_size or smallest < 0:
-            raise UserError(
-                f"{bin_path(self._file.prefix)} holds token id {largest if smallest >= 0 else smallest}, but the "
-                f"vocabulary has {self._vocab_size}; train with the tokenizer that the data was made with, "
-                "or preprocess it again"
-            )
 
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
@@ -132,26 +125,10 @@ class GPTSamples:
         if self._cache_folder is None:
             return self._build(number)
         path = self._cache_folder / f"{self._order_identity[:32]}-{number:05d}.epoch"
-        if (cached := self._kept(number, path, size=size)) is not None:
-            return cached
-        self._file.check_size()
-        with one_builder(path):
-            if (cached := self._kept(number, path, size=size)) is not None:  # by the process that this one waited for
-                return cached
-            values = self._build(number)
-            try:
-                _write(path, values)
-            except OSError as error:  # a read-only folder or a full disk: only time is lost
-                logger.warning("sample index not kept in %s: %s; --data-cache-path names another folder", path, error)
-                return values
-        return values if (cached := self._kept(number, path, size=size)) is None else cached
-
-    def _kept(self, number: int, path: Path, *, size: int) -> NDArray[np.int64] | None:
-        """The arrays as the cache has them; None if it does not."""
-        if (mapped := _read(path, size=size)) is None:
-            return None
-        self._mapped[number] = mapped
-        return mapped.values[:size]
+        kept = kept_index(path, lambda: self._build(number), size=size)
+        if kept.mapped is not None:
+            self._mapped[number] = kept.mapped
+        return kept.values
 
     def _build(self, number: int) -> NDArray[np.int64]:
         bounds = self._file.document_starts()[self._first : self._end + 1]
@@ -160,14 +137,28 @@ class GPTSamples:
         return np.concatenate([bounds[documents], ends, self._order("cuts", number, size=self.num_samples)])
 
     def _order(self, of: str, number: int, *, size: int) -> NDArray[np.int64]:
-        """Permutation by sorting raw draws: numpy keeps those equal over its versions, but not `permutation`."""
-        stream = numpy_stream(self._seed, "data", self._order_identity, of, number)
-        return stream.bit_generator.random_raw(size).argsort(kind="stable")
+        return shuffled_places(self._seed, "data", self._order_identity, of, number, size=size)
+
+
+def shuffled_places(*names: str | int, size: int) -> NDArray[np.int64]:
+    """Permutation by sorting raw draws: numpy keeps those equal over its versions, but not `permutation`."""
+    return numpy_stream(*names).bit_generator.random_raw(size).argsort(kind="stable")
+
+
+def check_tokens(tokens: NDArray[Any], where: str, *, vocab_size: int) -> None:
+    """UserError if tokens are outside of the vocabulary."""
+    largest, smallest = int(tokens.max()), int(tokens.min())
+    if largest >= vocab_size or smallest < 0:
+        raise UserError(
+            f"{where} holds token id {largest if smallest >= 0 else smallest}, but the "
+            f"vocabulary has {vocab_size}; train with the tokenizer that the data was made with, "
+            "or preprocess it again"
+        )
 
 
 def open_gpt_samples(source: DatasetSource, settings: DatasetSettings) -> GPTSamples:
-    """Samples of the .bin/.idx pair with this prefix."""
-    file = IndexedTokens(source.path)
+    """Samples of the .bin/.idx pair with this prefix, or of the shards of this manifest."""
+    file = open_tokens(source.path)
     first, end = (round(fraction * file.num_documents) for fraction in source.part)
     return GPTSamples(
         file,
@@ -185,10 +176,43 @@ def _hash(facts: object) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _read(path: Path, *, size: int) -> MappedArray | None:
+# Arrays in a file of the cache.
+
+
+class KeptIndex(NamedTuple):
+    """Values of an index, [n], and the file of the cache that they are mapped from, if they are."""
+
+    values: NDArray[np.int64]
+    mapped: MappedArray | None
+
+    def check(self) -> None:
+        """RunError if the file has become shorter since it was mapped."""
+        if self.mapped is not None:
+            self.mapped.check()
+
+
+def kept_index(path: Path, build: Callable[[], NDArray[np.int64]], *, size: int | None = None) -> KeptIndex:
+    """Values of a file of the cache, of `size` values if that is known; built and written to it if it is not there."""
+    if (mapped := _read(path, size=size)) is not None:
+        return KeptIndex(mapped.values[:-1], mapped)
+    with one_builder(path):
+        if (mapped := _read(path, size=size)) is not None:
+            return KeptIndex(mapped.values[:-1], mapped)
+        values = build()
+        try:
+            _write(path, values)
+        except OSError as error:  # a read-only folder or a full disk: only time is lost
+            logger.warning("sample index not kept in %s: %s; --data-cache-path names another folder", path, error)
+            return KeptIndex(values, None)
+    mapped = _read(path, size=size)
+    return KeptIndex(values, None) if mapped is None else KeptIndex(mapped.values[:-1], mapped)
+
+
+def _read(path: Path, *, size: int | None) -> MappedArray | None:
     """Values that `_write` wrote, and their checksum; None if the file is missing or not whole."""
     try:
-        if path.stat().st_size != 8 * (size + 1):
+        num_bytes = path.stat().st_size
+        if num_bytes != 8 * (size + 1) if size is not None else not num_bytes:
             return None
         mapped = MappedArray(path, "<i8")
     except (OSError, ValueError):

@@ -21,6 +21,7 @@ from megatronish.data.indexed import IndexedTokens
 from megatronish.data.mock import MockSamples, open_mock_samples
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.data.samples import TooSmallError
+from megatronish.data.shards import open_tokens
 from megatronish.parallel.streams import numpy_stream
 from megatronish.tokenizer.control_tokens import MaskTokens
 
@@ -133,7 +134,7 @@ class SentenceSamples:
         largest = max(int(text.max(initial=0)) for text in texts)
         if largest >= self.settings.vocab_size:
             raise UserError(
-                f"{self.file.prefix}.bin holds token id {largest}, but the vocabulary has {self.settings.vocab_size}; "
+                f"{self.file.where} holds token id {largest}, but the vocabulary has {self.settings.vocab_size}; "
                 "train with the tokenizer that the data was made with, or preprocess it again"
             )
 
@@ -168,7 +169,7 @@ def _without(text: NDArray[np.int64], number: int, front: float) -> NDArray[np.i
 
 def open_sentences(source: DatasetSource, settings: DatasetSettings) -> SentenceSamples:
     """Pairs of the sentences of the .bin/.idx pair with this prefix."""
-    file = IndexedTokens(source.path)
+    file = open_tokens(source.path)
     first, end = (round(fraction * file.num_documents) for fraction in source.part)
     return SentenceSamples(file, source, settings, documents=range(first, end))
 

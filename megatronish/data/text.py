@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.config.sections.data import MANIFEST
 from megatronish.core.errors import UserError
 from megatronish.data.encoding import Encoder, EncodingJob, encode_batch
-from megatronish.data.indexed import IndexedTokens
 from megatronish.data.inputs import ENDINGS
 from megatronish.data.readers import read_batches
 from megatronish.data.sample import Sample
+from megatronish.data.shards import open_tokens
 
-PAIR = (".bin", ".idx")
+PAIR = (".bin", ".idx", MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def read_text(
 
 
 def _open_pair(prefix: str, eod: int | None) -> TokenizedText:
-    pair = IndexedTokens(prefix)
-    return TokenizedText(pair.tokens, pair.document_starts(), eod)
+    pair = open_tokens(prefix)
+    return TokenizedText(np.asarray(pair.tokens), pair.document_starts(), eod)
 
 
 class _CountingEncoder:
@@ -95,7 +96,7 @@ def _read_lines(path: Path, tokenizer: Encoder, json_key: str, eod: int | None) 
         encoded = encode_batch(batch, job, counting)
         tokens += encoded.tokens
         lengths += encoded.lengths[0]
-        bad_lines += encoded.bad_lines
+        bad_lines += map(str, encoded.bad_lines)
     if not lengths:
         raise UserError(
             f"--data-path {path} holds no document ({len(bad_lines)} bad lines); each line must be a JSON object with "

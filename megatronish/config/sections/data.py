@@ -12,6 +12,8 @@ from megatronish.config.marks import NamedIn, at_least, at_most, fraction
 from megatronish.core.names import DATASET_NAMES, in_braces
 from megatronish.tokenizer.names import TOKENIZER_NAMES
 
+MANIFEST = ".shards.json"
+"""Ending of a manifest of shards, which takes the place of a prefix."""
 MOCK_VOCAB_SIZE = 4096  # tokens of the made-up data of --mock-data
 
 
@@ -20,7 +22,7 @@ class DataConfig:
     """Data files, splits and the tokenizer."""
 
     data_path: tuple[str, ...] = ()
-    """PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...: .bin/.idx pairs, cut by --split. PREFIX[0:0.9]: 90 % of it."""
+    """PREFIX ..., or WEIGHT PREFIX ...: .bin/.idx pairs, or .shards.json, cut by --split. PREFIX[0:0.9]: 90 % of it."""
     train_data_path: tuple[str, ...] = ()
     """Like --data-path, for training alone."""
     valid_data_path: tuple[str, ...] = ()

@@ -129,7 +129,7 @@ class MaskedTokens:
 
     def check_ids(self, vocab_size: int) -> None:
         """UserError if a token is outside of the vocabulary, for which it was made: the .bin is damaged."""
-        tokens = self.file.tokens
+        tokens = np.asarray(self.file.tokens)
         if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
             raise UserError(
                 f"{self.file.prefix}.bin holds a token id outside of the vocabulary of {vocab_size} and is damaged; "

@@ -1,0 +1,411 @@
+"""Preprocessing in tasks: a plan cuts the inputs, each task writes a shard, and the shards in order are the result.
+
+A plan (`PREFIX.plan.json`) has all that the bytes of the result depend on: the settings, hashes of the tokenizer and of
+the inputs, and the pieces of each task. A task writes into a folder of its own, syncs and sums its files, and renames
+them into `PREFIX.shards`; its record, `task-00003.json`, comes last. A task is whole if there is a record of the plan's
+task and the files that it names. As the bytes of a task follow from the plan, two runs of a task at once rename equal
+files: whoever comes second finds the task whole, or replaces a file by the same.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatronish.core.errors import RunError, UserError
+from megatronish.core.files import (
+    remove_leftover_folders,
+    sync_folder,
+    unwritten,
+    working_folder,
+    write_durably,
+    write_quickly,
+)
+from megatronish.data.encoding import BadLine, Encoder, EncodingJob
+from megatronish.data.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
+from megatronish.data.pieces import InputFile, InputPiece, cut_into_tasks
+from megatronish.data.preprocess import Summary, encode_pieces, output_name, refuse_too_few, told_bad_lines
+from megatronish.data.shards import DataShard, copy_summed
+from megatronish.tokenizer.trial import TEXTS
+
+PLAN = ".plan.json"
+FORMAT = "megatronish preprocess plan 1"
+MAX_TASKS = 1_000_000
+MAX_NAMED = 1000
+"""Bad lines that a task's record names; all are counted."""
+SECONDS_BETWEEN_SIGNS = 10.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of preprocessing, and the pieces of input of each task. `tokenizer` is a hash of what it encodes."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    tokenizer: str
+    inputs: tuple[InputFile, ...]
+    tasks: tuple[tuple[InputPiece, ...], ...]
+
+    @property
+    def prefix(self) -> str:
+        """PREFIX of the result: the plan's path without its ending, so that a folder can be moved."""
+        return str(self.path).removesuffix(PLAN)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the shards and their records."""
+        return Path(f"{self.prefix}.shards")
+
+    @property
+    def json_keys(self) -> list[str]:
+        """Keys of an object that hold text, each with a pair of its own."""
+        return list(self.settings["json_keys"])
+
+    def names(self, prefix: str) -> list[str]:
+        """Prefixes of the pairs of all keys, of a task or of the result."""
+        splits = bool(self.settings["split_sentences"])
+        return [output_name(prefix, key, split_sentences=splits) for key in self.json_keys]
+
+    @cached_property
+    def _input_of(self) -> dict[str, InputFile]:
+        return {file.path: file for file in self.inputs}
+
+    def digest(self, task: int) -> str:
+        """A hash of all that the bytes of a task's shard depend on."""
+        pieces = [[*piece, *self._input_of[piece.path][1:]] for piece in self.tasks[task]]
+        facts = [FORMAT, {**self.settings}, self.tokenizer, pieces]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def make_plan(
+    prefix: str, files: Sequence[Path], *, num_tasks: int, settings: Mapping[str, Any], tokenizer: str
+) -> Plan:
+    """Write the plan of these files, `<prefix>.plan.json`. UserError for files that cannot be read."""
+    if not 1 <= num_tasks <= MAX_TASKS:
+        raise UserError(f"--tasks {num_tasks} must be at least 1 and at most {MAX_TASKS:,}; for example 16")
+    inputs = [_facts_of(str(path)) for path in files]
+    tasks = tuple(tuple(pieces) for pieces in cut_into_tasks(inputs, num_tasks))
+    plan = Plan(Path(prefix + PLAN), dict(settings), tokenizer, tuple(inputs), tasks)
+    found = {
+        "format": FORMAT,
+        "settings": plan.settings,
+        "tokenizer": tokenizer,
+        "inputs": [file._asdict() for file in inputs],
+        "tasks": [[list(piece) for piece in pieces] for pieces in tasks],
+    }
+    with _stored("the plan", plan.path):
+        plan.path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(plan.path, json.dumps(found, indent=1) + "\n")
+    return plan
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of a file; UserError if it is none."""
+    if not path.name.endswith(PLAN):
+        raise UserError(f"--plan {path} must end in {PLAN}, as megatronish preprocess plan names it")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT:
+            raise ValueError(f"its format is {found['format']!r}")
+        inputs = tuple(InputFile(**facts) for facts in found["inputs"])
+        tasks = tuple(tuple(InputPiece(*piece) for piece in pieces) for pieces in found["tasks"])
+        return Plan(path, found["settings"], found["tokenizer"], inputs, tasks)
+    except OSError as error:
+        raise UserError(f"--plan {path} cannot be read: {error.strerror}; name a file of preprocess plan") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"--plan {path} is not a plan ({error}); make it again: megatronish preprocess plan") from error
+
+
+def tokenizer_digest(tokenizer: Encoder, files: Sequence[Path]) -> str:
+    """A hash of a tokenizer: of its files, and of what it makes of some texts, which another library may change."""
+    digest = hashlib.sha256(repr((tokenizer.vocab_size, tokenizer.eod)).encode())
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for text in TEXTS:
+        try:
+            ids: list[Any] = tokenizer.encode_all([text])
+        except ValueError:  # the null tokenizer reads numbers alone
+            ids = ["refused"]
+        digest.update(repr(ids).encode())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _stored(what: str, path: Path) -> Iterator[None]:
+    """A sentence in place of an OSError where something is written."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritten(f"{what} ({path})", path, error) from error
+
+
+class TaskRecord(NamedTuple):
+    """What a whole task has written: counts, the first bad lines, and the shard of each key with its sums."""
+
+    task: str
+    documents: int
+    tokens: int
+    bad_lines: int
+    first_bad_lines: list[list[Any]]
+    host: str
+    seconds: float
+    shards: list[dict[str, Any]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the .bin files."""
+        return sum(each["tokens"] * np.dtype(each["dtype"]).itemsize for each in self.shards)
+
+
+class Sign(NamedTuple):
+    """What is known of the last run of a task: where it was, when it was last heard of, and why it failed."""
+
+    host: str
+    pid: int
+    job: str
+    started: float
+    heard: float
+    documents: int
+    failure: str = ""
+
+
+def task_name(number: int) -> str:
+    """Beginning of the names of a task's files."""
+    return f"task-{number:05d}"
+
+
+def record_of(plan: Plan, number: int, *, sums: bool = False) -> TaskRecord | None:
+    """The record of a task that is whole, None for any other. With `sums` every byte of its shards is read."""
+    try:
+        record = TaskRecord(**json.loads((plan.folder / f"{task_name(number)}.json").read_text(encoding="utf-8")))
+        if record.task != plan.digest(number):
+            return None
+        for shard in shards_of(plan, record):
+            if bin_path(shard.prefix).stat().st_size != shard.tokens * shard.dtype.itemsize:
+                return None
+            assert shard.sums is not None
+            idx_path(shard.prefix).stat()
+            for path, digest in zip((bin_path(shard.prefix), idx_path(shard.prefix)), shard.sums, strict=True):
+                if sums:
+                    copy_summed(path, None, digest)
+    except (OSError, ValueError, KeyError, TypeError, RunError):
+        return None
+    return record
+
+
+def shards_of(plan: Plan, record: TaskRecord) -> list[DataShard]:
+    """The shards of a record, one for each key."""
+    return [
+        DataShard(
+            str(plan.folder / each["name"]),
+            np.dtype(each["dtype"]),
+            each["sequences"],
+            each["documents"],
+            each["tokens"],
+            (each["bin_sha256"], each["idx_sha256"]),
+        )
+        for each in record.shards
+    ]
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """What a run of tasks has: the tokenizer, its hash, worker processes, and what hears of bad lines and progress."""
+
+    tokenizer: Callable[[], Encoder]
+    digest: str
+    workers: int
+    on_bad_line: Callable[[str], None]
+    on_progress: Callable[[Summary, int], None]
+
+
+def run_task(plan: Plan, number: int, run: TaskRun) -> TaskRecord:
+    """Write the shard of a task that is not whole; its record.
+
+    UserError for an input or a tokenizer that is not that of the plan, RunError where the disk is full.
+    """
+    signs = _Signs(plan, number)
+    try:
+        if run.digest != plan.tokenizer:
+            raise UserError(
+                f"the tokenizer is not the one that {plan.path} was made with, so tokens would differ between tasks; "
+                "bring the same files and versions of libraries to this machine, or plan again"
+            )
+        _refuse_changed_inputs(plan, number)
+        with _stored("the folder of shards", plan.folder):
+            folder = ExitStack()
+            own = folder.enter_context(working_folder(plan.folder / task_name(number)))
+        with folder:
+            return _publish(plan, number, own, _encode(plan, number, own, run, signs))
+    except (UserError, RunError) as error:
+        signs.give(failure=str(error))
+        raise
+
+
+def _encode(plan: Plan, number: int, own: Path, run: TaskRun, signs: "_Signs") -> TaskRecord:
+    """Write the pairs of a task into its own folder; their record."""
+    settings, first_bad = plan.settings, list[list[Any]]()
+
+    def on_bad_line(bad: BadLine) -> None:
+        if len(first_bad) < MAX_NAMED:
+            first_bad.append([bad.path, bad.line, bad.why])
+        run.on_bad_line(str(bad))
+
+    def on_progress(summary: Summary, num_bytes: int) -> None:
+        signs.give(summary.documents)
+        run.on_progress(summary, num_bytes)
+
+    job = EncodingJob(run.tokenizer, tuple(plan.json_keys), settings["append_eod"], settings["split_sentences"])
+    names = plan.names(str(own / task_name(number)))
+    with ExitStack() as stack:
+        summary = encode_pieces(
+            plan.tasks[number],
+            names,
+            job,
+            own_tokenizer=run.tokenizer(),
+            open_writer=lambda name, dtype: stack.enter_context(IndexedWriter(name, dtype=dtype)),
+            workers=run.workers,
+            on_bad_line=told_bad_lines(on_bad_line, strict=settings["strict"]),
+            on_progress=on_progress,
+        )
+    _refuse_changed_inputs(plan, number)  # while it was read
+    return TaskRecord(
+        plan.digest(number),
+        summary.documents,
+        summary.tokens,
+        summary.bad_lines,
+        first_bad,
+        socket.gethostname(),
+        round(summary.seconds, 3),
+        [_summed(name) for name in names],
+    )
+
+
+def _summed(name: str) -> dict[str, Any]:
+    """Facts of a pair that has been written, read back."""
+    pair = IndexedTokens(name)
+    return {
+        "name": Path(name).name,
+        "dtype": pair.dtype.str,
+        "sequences": len(pair),
+        "documents": pair.num_documents,
+        "tokens": pair.num_tokens,
+        "bin_sha256": copy_summed(bin_path(name), None, None),
+        "idx_sha256": copy_summed(idx_path(name), None, None),
+    }
+
+
+def _publish(plan: Plan, number: int, own: Path, record: TaskRecord) -> TaskRecord:
+    """Rename the files of a task into the folder of all shards, the record last."""
+    if (other := record_of(plan, number, sums=True)) is not None:  # of another run of this task, which was faster
+        return other
+    final = plan.folder / f"{task_name(number)}.json"
+    with _stored(f"task {number}", final):
+        final.unlink(missing_ok=True)  # of another plan, or of files that are damaged
+        for each in record.shards:
+            for path in (bin_path(own / each["name"]), idx_path(own / each["name"])):
+                path.replace(plan.folder / path.name)
+        sync_folder(plan.folder)
+        write_durably(own / final.name, json.dumps(record._asdict(), indent=1) + "\n")
+        (own / final.name).replace(final)
+        sync_folder(plan.folder)
+    return record
+
+
+def _facts_of(path: str) -> InputFile:
+    try:
+        return InputFile.of(path)
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror}; check the path") from error
+
+
+def _refuse_changed_inputs(plan: Plan, number: int) -> None:
+    """UserError if an input of a task is not there, or is not what it was when the plan was made."""
+    paths = {piece.path for piece in plan.tasks[number]}
+    for planned in plan.inputs:
+        if planned.path not in paths:
+            continue
+        try:
+            found = InputFile.of(planned.path)
+        except OSError as error:
+            raise UserError(
+                f"input {planned.path} of {plan.path} cannot be read: {error.strerror}; bring it back, and start where "
+                "its path leads to it"
+            ) from error
+        if found != planned:
+            what = f"has {found.size:,} bytes and had {planned.size:,}" if found.size != planned.size else "was changed"
+            raise UserError(
+                f"input {planned.path} {what} since {plan.path} was made; bring back the file, with its time (cp -p, "
+                "rsync -a), or plan again, which redoes the tasks that read it"
+            )
+
+
+class _Signs:
+    """Signs of life of a task, for `status`. They decide nothing, so one that cannot be written is left out."""
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        job = os.environ.get("SLURM_JOB_ID", "")
+        self._path = sign_path(plan, number)
+        self._sign = Sign(socket.gethostname(), os.getpid(), job, time.time(), 0.0, 0)
+        self.give()
+
+    def give(self, documents: int = 0, *, failure: str = "") -> None:
+        """Write a sign, unless the last one is fresh."""
+        now = time.time()
+        if now - self._sign.heard > SECONDS_BETWEEN_SIGNS or failure:
+            documents = max(documents, self._sign.documents)
+            self._sign = self._sign._replace(heard=now, documents=documents, failure=failure)
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_quickly(self._path, json.dumps(self._sign._asdict()) + "\n")
+
+
+def sign_path(plan: Plan, number: int) -> Path:
+    """The file of the last sign of life of a task."""
+    return plan.folder / f"{task_name(number)}.sign"
+
+
+def sign_of(plan: Plan, number: int) -> Sign | None:
+    """The last sign of life of a task; None if there is none that can be read."""
+    try:
+        return Sign(**json.loads(sign_path(plan, number).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def whole_result(plan: Plan) -> list[TaskRecord]:
+    """The records of all tasks. UserError if one is not whole, or too many lines of all are bad."""
+    records = [record_of(plan, number) for number in range(len(plan.tasks))]
+    missing = [number for number, record in enumerate(records) if record is None]
+    if missing:
+        raise UserError(
+            f"{len(missing):,} of {len(records):,} tasks are not whole: {ranges(missing)}; run them: megatronish "
+            f"preprocess run --plan {plan.path} --task {missing[0]}"
+        )
+    found = [record for record in records if record is not None]
+    total = Summary(sum(each.documents for each in found), 0, sum(each.bad_lines for each in found))
+    files = [Path(file.path) for file in plan.inputs]
+    refuse_too_few(total, files, plan.json_keys, plan.settings["max_bad_fraction"])
+    remove_leftover_folders(plan.folder)
+    return found
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers as Slurm's --array has them: 1,4-9,12."""
+    parts, start = list[str](), 0
+    for place in range(1, len(numbers) + 1):
+        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
+            first, last = numbers[start], numbers[place - 1]
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            start = place
+    return ",".join(parts)
