@@ -2,8 +2,8 @@
 
 The queries of a head are cut into blocks. A block of b queries sees the keys of its own places and those of one window
 before it: L of them. All bands lie in memory as views of the keys, each b rows further, so several blocks are one
-batched product without a copy. Scores that no query of a block may see are masked on the two
-ends of the band alone: the triangle of what comes later, and that of what is too old.
+batched product without a copy. One additive mask serves all blocks: it hides the triangle of what comes later, and that
+of what is too old.
 
 torch's flash operation (block_sparse.py) would compute the same. It cuts few queries into products too small for a
 CPU, and of many it computes more scores that the mask hides than that saves: docs/LOG.md, 2026-11-26, has the times.
@@ -44,7 +44,7 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tenso
 
 
 class _Band(NamedTuple):
-    """Sizes of the bands of one head, and what is hidden at their ends."""
+    """Sizes of the bands of a sequence, and what is hidden at their ends."""
 
     window: int
     block: int
@@ -52,10 +52,8 @@ class _Band(NamedTuple):
     length: int
     """L, keys of a block."""
     num_blocks: int
-    old: Tensor
-    """Added to the first L - window scores of a row: -inf where a key is too old."""
-    later: Tensor
-    """Added to the last b scores of a row: -inf where a key comes later."""
+    hidden: Tensor
+    """Added to the scores of a block [b, L]: -inf where a key comes later or is too old."""
 
     @classmethod
     def of(cls, q: Tensor, window: int) -> "_Band":
@@ -63,52 +61,56 @@ class _Band(NamedTuple):
         length = block + ALIGNMENT * math.ceil((window - 1) / ALIGNMENT)
         distance = torch.arange(block)[:, None] + (length - block) - torch.arange(length)
         hidden = q.new_zeros(block, length).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
-        # The youngest query of a block sees keys from L - window on: before that column something is hidden.
-        old, later = hidden[:, : length - window].contiguous(), hidden[:, length - block :].contiguous()
-        return cls(window, block, length, math.ceil(q.shape[0] / block), old, later)
+        return cls(window, block, length, math.ceil(q.shape[0] / block), hidden)
 
     @property
     def before(self) -> int:
         """Keys of a band that come before its queries."""
         return self.length - self.block
 
-    def groups(self) -> list[slice]:
+    @property
+    def together(self) -> int:
         """Blocks that are computed together."""
-        size = TOGETHER // self.block
-        return [slice(n, min(n + size, self.num_blocks)) for n in range(0, self.num_blocks, size)]
+        return TOGETHER // self.block
+
+    def groups(self) -> list[slice]:
+        """Blocks, as many as are computed together."""
+        return [slice(n, min(n + self.together, self.num_blocks)) for n in range(0, self.num_blocks, self.together)]
+
+    def filled(self, x: Tensor, *, before: int = 0) -> Tensor:
+        """[S, ...] -> a whole number of blocks, with zeros at the end, and with so many at the beginning."""
+        after = self.num_blocks * self.block - len(x)
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (before, after)) if before or after else x.contiguous()
 
     def blocks(self, x: Tensor) -> Tensor:
-        """[S, H] of one head -> a copy [blocks, b, H], filled up with zeros."""
-        return F.pad(x, (0, 0, 0, self.num_blocks * self.block - len(x))).view(self.num_blocks, self.block, -1)
+        """[blocks b, H] of one head -> views [blocks, b, H]."""
+        return x.unflatten(0, (self.num_blocks, self.block))
 
     def bands(self, x: Tensor) -> Tensor:
-        """[S, H] of one head -> views [blocks, L, H] of a copy, with zeros before it as far as a band reaches back."""
-        copy = F.pad(x, (0, 0, self.before, self.num_blocks * self.block - len(x)))
-        size = copy.shape[1]
-        return copy.as_strided((self.num_blocks, self.length, size), (self.block * size, size, 1))
+        """[before + blocks b, H] of one head -> views [blocks, L, H], which overlap."""
+        row, column = x.stride()
+        sizes = (self.num_blocks, self.length, x.shape[1])
+        return x.as_strided(sizes, (self.block * row, row, column), x.storage_offset())
 
     def probabilities(self, q: Tensor, k: Tensor, first: int, out: Tensor) -> Tensor:
         """Blocks [g, b, H] from number `first` on, their keys [g, L, H] -> softmax of the scores [g, b, L]."""
-        scores = torch.bmm(q, k.mT, out=out[: len(q)])
-        scores[:, :, : self.length - self.window] += self.old
-        scores[:, :, self.before :] += self.later
+        scores = torch.baddbmm(self.hidden, q, k.mT, alpha=1.0 / math.sqrt(q.shape[-1]), out=out[: len(q)])
         for block in range(first, min(first + len(q), math.ceil(self.before / self.block))):
             # Before the beginning of the sequence there are zeros.
             scores[block - first, :, : self.before - block * self.block] = -torch.inf
         return torch._softmax(scores, -1, False, out=scores)
 
-    def new_sums(self, like: Tensor) -> Tensor:
-        """Zeros [before + S + b or more, H] for sums of what bands add to their keys."""
-        return like.new_zeros(self.before + (self.num_blocks + 1) * self.block, like.shape[-1])
-
     def add(self, sums: Tensor, terms: Tensor, first: int) -> None:
-        """Add terms [g, L, H] of the blocks from `first` on to the sums; b rows of a band meet no other band's."""
+        """Add terms [g, L, H] of the blocks from `first` on to sums [before + S + b or more, H].
+
+        b rows of a band meet no other band's.
+        """
         num_blocks, _, size = terms.shape
         for row in range(0, self.length, self.block):
             part = terms[:, row : row + self.block]
             begin = first * self.block + row
             places = sums[begin : begin + num_blocks * self.block].view(num_blocks, self.block, size)
-            places[:, : part.shape[1]] += part
+            places[:, : part.shape[1]].add_(part)
 
 
 class _WindowedAttention(torch.autograd.Function):
@@ -116,14 +118,14 @@ class _WindowedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        band, scale = _Band.of(q, window), 1.0 / math.sqrt(q.shape[-1])
-        out = q.new_empty(q.shape)
-        scores = q.new_empty(TOGETHER // band.block, band.block, band.length)
+        band, out = _Band.of(q, window), q.new_empty(q.shape)
+        whole = band.filled(q), band.filled(k, before=band.before), band.filled(v, before=band.before)
+        scores = q.new_empty(band.together, band.block, band.length)
+        mixed = q.new_empty(band.num_blocks, band.block, q.shape[-1])
         for sample, kv_head, heads in _heads(q, k):
-            keys, values = (band.bands(x[:, sample, kv_head]) for x in (k, v))
+            keys, values = (band.bands(x[:, sample, kv_head]) for x in whole[1:])
             for head in heads:
-                queries = band.blocks(q[:, sample, head] * scale)
-                mixed = torch.empty_like(queries)
+                queries = band.blocks(whole[0][:, sample, head])
                 for group in band.groups():
                     p = band.probabilities(queries[group], keys[group], group.start, scores)
                     torch.bmm(p, values[group], out=mixed[group])
@@ -136,44 +138,60 @@ class _WindowedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out = ctx.saved_tensors
-        band, scale = _Band.of(q, ctx.window), 1.0 / math.sqrt(q.shape[-1])
-        dout = grads[0].view(q.shape)
+        band, dout = _Band.of(q, ctx.window), grads[0].view(q.shape)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        work = _Work.of(q, band)
+        # The mean of the gradients of a row of probabilities, weighted by them (dropout: operations.py).
+        means = band.filled(-(dout * out).sum(-1))
+        whole = band.filled(q), band.filled(dout)
+        whole_kv = band.filled(k, before=band.before), band.filled(v, before=band.before)
+        memory = _BackwardMemory.of(q, band)
         for sample, kv_head, heads in _heads(q, k):
-            keys, values = (band.bands(x[:, sample, kv_head]) for x in (k, v))
-            dkeys, dvalues = band.new_sums(q), band.new_sums(q)
+            keys, values = (band.bands(x[:, sample, kv_head]) for x in whole_kv)
+            memory.dkeys.zero_()
+            memory.dvalues.zero_()
             for head in heads:
-                queries, douts = band.blocks(q[:, sample, head] * scale), band.blocks(dout[:, sample, head])
-                # The mean of the gradients of a row of probabilities, weighted by them (dropout: operations.py).
-                means = (douts * band.blocks(out[:, sample, head])).sum(-1, keepdim=True).neg_()
-                dqueries = torch.empty_like(queries)
+                queries, douts = (band.blocks(x[:, sample, head]) for x in whole)
+                of_head = band.blocks(means[:, sample, head, None])
                 for group in band.groups():
-                    first = group.start
-                    p = band.probabilities(queries[group], keys[group], first, work.scores)
-                    terms = work.terms[: len(p)]
-                    band.add(dvalues, torch.bmm(p.mT, douts[group], out=terms), first)
-                    ds = torch.baddbmm(means[group], douts[group], values[group].mT, out=work.grads[: len(p)]).mul_(p)
-                    torch.bmm(ds, keys[group], out=dqueries[group])
-                    band.add(dkeys, torch.bmm(ds.mT, queries[group], out=terms), first)
-                dq[:, sample, head] = dqueries.mul_(scale).flatten(0, 1)[: len(q)]
-            for grad, sums in ((dk, dkeys), (dv, dvalues)):
-                grad[:, sample, kv_head] = sums[band.before : band.before + len(q)]
+                    first, size = group.start, group.stop - group.start
+                    terms = memory.terms[:size]
+                    p = band.probabilities(queries[group], keys[group], first, memory.scores)
+                    band.add(memory.dvalues, torch.bmm(p.mT, douts[group], out=terms), first)
+                    dp = torch.baddbmm(of_head[group], douts[group], values[group].mT, out=memory.grads[:size])
+                    ds = dp.mul_(p)
+                    torch.bmm(ds, keys[group], out=memory.dqueries[group])
+                    band.add(memory.dkeys, torch.bmm(ds.mT, queries[group], out=terms), first)
+                scale = 1.0 / math.sqrt(q.shape[-1])
+                torch.mul(memory.dqueries.flatten(0, 1)[: len(q)], scale, out=dq[:, sample, head])
+            seen = slice(band.before, band.before + len(q))
+            torch.mul(memory.dkeys[seen], scale, out=dk[:, sample, kv_head])
+            dv[:, sample, kv_head] = memory.dvalues[seen]
         return dq, dk, dv, None
 
 
-class _Work(NamedTuple):
-    """Memory of a group of blocks in the backward: scores and their gradients [g, b, L], terms [g, L, H]."""
+class _BackwardMemory(NamedTuple):
+    """Memory that all heads use in turn: new memory costs a CPU more than to write what is there again.
 
+    Gradients of the queries of a head [blocks, b, H], sums of those of its keys and values [before + S + b or more, H];
+    of a group of its blocks scores and their gradients [g, b, L], and terms of the sums [g, L, H].
+    """
+
+    dqueries: Tensor
+    dkeys: Tensor
+    dvalues: Tensor
     scores: Tensor
     grads: Tensor
     terms: Tensor
 
     @classmethod
-    def of(cls, q: Tensor, band: _Band) -> "_Work":
-        together = TOGETHER // band.block
-        sizes = [(together, band.block, band.length)] * 2 + [(together, band.length, q.shape[-1])]
-        return cls(*(q.new_empty(size) for size in sizes))
+    def of(cls, q: Tensor, band: _Band) -> "_BackwardMemory":
+        size, rows = q.shape[-1], band.before + (band.num_blocks + 1) * band.block
+        return cls(
+            q.new_empty(band.num_blocks, band.block, size),
+            *(q.new_empty(rows, size) for _ in range(2)),
+            *(q.new_empty(band.together, band.block, band.length) for _ in range(2)),
+            q.new_empty(band.together, band.length, size),
+        )
 
 
 def _heads(q: Tensor, k: Tensor) -> list[tuple[int, int, range]]:

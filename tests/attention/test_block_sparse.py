@@ -179,7 +179,7 @@ def unmasked(patch: pytest.MonkeyPatch) -> None:
 def a_key_too_long(patch: pytest.MonkeyPatch) -> None:
     """The oldest key of each query in a band is one too many."""
     of = windowed._Band.of
-    patch.setattr(windowed._Band, "of", lambda q, window: of(q, window)._replace(old=of(q, window).old.roll(1, 0)))
+    patch.setattr(windowed._Band, "of", lambda q, window: of(q, window)._replace(hidden=of(q, window + 1).hidden))
 
 
 def before_the_beginning(patch: pytest.MonkeyPatch) -> None:
