@@ -1,6 +1,6 @@
 """Pairs of texts as a micro-batch of a model with an encoder and a decoder, which fine-tunes on them.
 
-A sample (chat/side_encoder.py) is [input, end, target, end, filler], and what its `loss_mask` counts is the target:
+A sample (chat/encoder.py) is [input, end, target, end, filler], and what its `loss_mask` counts is the target:
 
     sample     translate house </s> maison </s> . .
     encoder    translate house </s>

@@ -92,12 +92,14 @@ def test_a_model_of_hugging_face_learns_pairs_and_answers(tmp_path: Path, pairs:
     base, run = tmp_path / "base", tmp_path / "run"
     text = write_tokens(tmp_path / "tokens", vocab_size=257)
     bytes_of = f"--data-path {text} --tokenizer-type bytes --vocab-size 272"
-    train_on_ranks(t5(base, "--train-iters 2 --hidden-dropout 0 --attention-dropout 0", data=bytes_of))
+    train_on_ranks(
+        t5(base, "--train-iters 2 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.2", data=bytes_of)
+    )
     to_hf(base, tmp_path / "hf")
     flags = (
         f"--load-hf {tmp_path / 'hf'} --encoder-seq-length 8 --decoder-seq-length 4 --micro-batch-size 2 "
-        f"--global-batch-size 8 --num-epochs 60 --lr 3e-3 --eval-iters 1 --eval-interval 30 --device cpu "
-        f"--hidden-dropout 0 --attention-dropout 0 --vocab-extra-ids 8 --run-dir {run}"
+        f"--global-batch-size 8 --num-epochs 60 --lr 2e-2 --lr-decay-style constant --eval-iters 1 "
+        f"--eval-interval 30 --device cpu --hidden-dropout 0 --attention-dropout 0 --vocab-extra-ids 8 --run-dir {run}"
     )
     shown = train_on_ranks(with_t5([*of_pairs(pairs, "--dp 2").split(), *flags.split()]), world_size=2)
     steps, evaluations = steps_of(run), read_lines(run / "evaluations.jsonl")
@@ -113,6 +115,8 @@ def test_a_model_of_hugging_face_learns_pairs_and_answers(tmp_path: Path, pairs:
         told[row] += [] if token is None else [token]
     assert told == [[ord(letter) + 1] for letter in "abcdefgh"]
 
+    # Adam would turn rounding noise of gradients that are nearly zero into whole steps.
+    flags = flags.replace("--lr 2e-2", "--optimizer sgd --lr 0.5")
     adapted = flags.replace(str(run), str(tmp_path / "lora")).replace("--num-epochs 60", "--num-epochs 6")
     losses = []
     for layout in ("--dp 2", "--tp 2 --dp 1 --sequence-parallel", "--pp 2 --dp 1"):
@@ -121,7 +125,7 @@ def test_a_model_of_hugging_face_learns_pairs_and_answers(tmp_path: Path, pairs:
         train_on_ranks(argv, world_size=2)
         losses.append([step.loss for step in steps_of(tmp_path / layout.replace(" ", "")).values()])
     assert losses[0][-1] < losses[0][0]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_pairs_of_completions_are_no_data_of_a_t5(tmp_path: Path) -> None:

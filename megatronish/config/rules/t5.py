@@ -31,18 +31,28 @@ _OTHER_LAYERS: dict[str, Callable[[ModelConfig], bool]] = {
 """What the layers of a T5 cannot be."""
 
 
-def _side(name: str) -> ConfigRule:
-    """Rule on the sizes of both sides, which add up to the one called `name`."""
+def _missing(name: str) -> ConfigRule:
+    """Rule that the sizes of both sides are given, which add up to the one called `name`."""
     names = SIDES[name]
 
     def complaint(config: Config) -> str | None:
-        if not config.model.has_encoder:
+        missing = [each for each in names if getattr(config.model, each) is None]
+        if not config.model.has_encoder or not missing:
             return None
+        flags = " and ".join(FIELDS[each].flag for each in missing)
+        return f"model_type=t5 has an encoder and a decoder, and {missing[0]} is not given; add {flags}"
+
+    return ConfigRule(("model_type", *names), complaint)
+
+
+def _sum(name: str) -> ConfigRule:
+    """Rule that the size called `name` is the sum of those of both sides."""
+    names = SIDES[name]
+
+    def complaint(config: Config) -> str | None:
         sizes = [getattr(config.model, each) for each in names]
-        missing = [each for each, size in zip(names, sizes, strict=True) if size is None]
-        if missing:
-            flags = " and ".join(FIELDS[each].flag for each in missing)
-            return f"model_type=t5 has an encoder and a decoder, and {missing[0]} is not given; add {flags}"
+        if not config.model.has_encoder or None in sizes:
+            return None
         total = getattr(config.model if name == "num_layers" else config.training, name)
         if total == sum(sizes):
             return None
@@ -184,8 +194,7 @@ def _unread(config: Config) -> str | None:
 
 
 RULES = (
-    _side("num_layers"),
-    _side("seq_length"),
+    *(rule(name) for name in SIDES for rule in (_missing, _sum)),
     ConfigRule((*MESH, "model_type", "sequence_parallel", *SIDES["seq_length"]), _cut_sides),
     ConfigRule(("model_type", "position_embedding_type", *_OTHER_LAYERS), _layers),
     ConfigRule(

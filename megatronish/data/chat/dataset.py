@@ -7,7 +7,7 @@ share begins its next pass earlier.
 
 A chat that is longer than a row is cut: its beginning stays. If no trained token is left of it, it is dropped.
 
-A model with an encoder has a row for each pair of what is read and what is written (chat/side_encoder.py): two lengths
+A model with an encoder has a row for each pair of what is read and what is written (chat/encoder.py): two lengths
 are not packed as one is.
 """
 

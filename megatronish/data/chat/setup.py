@@ -11,8 +11,7 @@ from megatronish.config.sections.data import ChatConfig, DataConfig
 from megatronish.core import foreign
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
-from megatronish.data.chat.encoder import ChatEncoder
-from megatronish.data.chat.side_encoder import SideEncoder
+from megatronish.data.chat.encoder import ChatEncoder, SideEncoder
 from megatronish.data.chat.template import BUILT_IN, ChatTemplate, built_in_template
 from megatronish.tokenizer.control_tokens import ControlEncoder
 from megatronish.tokenizer.tokenizer import Tokenizer
