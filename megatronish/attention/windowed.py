@@ -186,11 +186,14 @@ class _BackwardMemory(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, band: _Band) -> "_BackwardMemory":
         size, rows = q.shape[-1], band.before + (band.num_blocks + 1) * band.block
+        of_scores = (band.together, band.block, band.length)
         return cls(
-            q.new_empty(band.num_blocks, band.block, size),
-            *(q.new_empty(rows, size) for _ in range(2)),
-            *(q.new_empty(band.together, band.block, band.length) for _ in range(2)),
-            q.new_empty(band.together, band.length, size),
+            dqueries=q.new_empty(band.num_blocks, band.block, size),
+            dkeys=q.new_empty(rows, size),
+            dvalues=q.new_empty(rows, size),
+            scores=q.new_empty(of_scores),
+            grads=q.new_empty(of_scores),
+            terms=q.new_empty(band.together, band.length, size),
         )
 
 

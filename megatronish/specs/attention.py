@@ -125,7 +125,7 @@ class AttentionSpec:
         return {"q": size, "k": kv_size, "v": kv_size}
 
     def cost(self, model: ModelConfig) -> LayerCost:
-        """Kept besides the inputs of linear layers and norms: queries, keys and values."""
+        """Kept besides the inputs of linear layers and norms: queries, keys and values, also as they were unclipped."""
         hidden, (queries, keys, values) = model.hidden_size, self.sections.values()
         sections = tuple(self.sections.items())
         qkv = LinearShape(
@@ -159,7 +159,7 @@ class AttentionSpec:
                     self.num_heads, self.head_size, self.head_size, self.window, self.pattern, model.is_causal
                 ),
             ),
-            kept=Count(split=queries + keys + values),
+            kept=Count(split=(queries + keys + values) * (1 if self.clip is None else 2)),
             vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
             vectors_name="attention.sinks",
         )

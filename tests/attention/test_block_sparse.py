@@ -176,10 +176,10 @@ def unmasked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operations, "_bias", lambda q, tile_mask, **how: bias_of(q, tile_mask._replace(bias=None), **how))
 
 
-def a_key_too_long(patch: pytest.MonkeyPatch) -> None:
-    """The oldest key of each query in a band is one too many."""
+def a_key_late(patch: pytest.MonkeyPatch) -> None:
+    """What a query of a band sees begins and ends a key too early."""
     of = windowed._Band.of
-    patch.setattr(windowed._Band, "of", lambda q, window: of(q, window)._replace(hidden=of(q, window + 1).hidden))
+    patch.setattr(windowed._Band, "of", lambda q, window: of(q, window)._replace(hidden=of(q, window).hidden.roll(-1, 1)))
 
 
 def before_the_beginning(patch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def last_terms_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES = [
-    (a_key_too_long, "a long window"),
+    (a_key_late, "a long window"),
     (before_the_beginning, "a long window"),
     (last_terms_lost, "a long window"),
     (unscattered, "fixed"),

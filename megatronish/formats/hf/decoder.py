@@ -188,10 +188,10 @@ def write_activation(model: ModelConfig, *, tanh: str = "gelu_pytorch_tanh") -> 
 
 
 def equal(first: float, second: float) -> bool:
-    """Whether two numbers are the same but for a rounding."""
+    """Whether two numbers are the same except for rounding."""
     return abs(first - second) <= 1e-9 * abs(second)
 
 
 def whole_if_equal(number: float) -> float:
-    """The whole number that it is but for a rounding, or itself."""
+    """The whole number that it is except for rounding, or itself."""
     return round(number) if equal(number, round(number)) else number

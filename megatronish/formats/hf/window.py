@@ -63,7 +63,7 @@ def layers_that_slide(config: ConfigJson) -> tuple[bool, ...] | None:
 
 
 def read_layer_types(config: ConfigJson, *, every: int) -> dict[str, Any]:
-    """Window of the layers that layer_types names; without that key, of all but every so manieth."""
+    """Window of the layers that layer_types names; without that key, each `every`-th layer has none."""
     slides = layers_that_slide(config)
     if slides is None:
         slides = tuple((layer + 1) % every != 0 for layer in range(config.whole("num_hidden_layers")))
