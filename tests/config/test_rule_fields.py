@@ -41,6 +41,7 @@ OTHERS: list[dict[str, Any]] = [
     {"zero_quantized_weights": "int8", "objective": "dpo", "load_hf": "b", "train_data_path": ("a",)},
     {"outer_optimizer": "nesterov", "num_experts": 8, "num_distributed_optimizer_instances": 2},
     {"outer_lr": 0.5},
+    {"packing": "best-fit"},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},
 ]
 
