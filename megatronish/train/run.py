@@ -200,9 +200,7 @@ def _train(
     opening = "\n".join(f"note: {note}" for note in notes)
     with Aside("the table of expected costs").guard():
         opening = first_lines(config, vocab_size=job.vocab_size, device=job.device_name, notes=notes, length=job.length)
-    say(opening)
-    for line in packing_notes(job.datasets.train):
-        say(line)
+    say("\n".join([opening, *packing_notes(job.datasets.train)]))
     with Aside("the audit of the chats").guard():
         report_chats(job, say)
     record.enter_phase("start", "building the model")
