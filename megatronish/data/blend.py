@@ -43,6 +43,11 @@ class Blend:
         facts = [(dataset.identity, int(share)) for dataset, share in zip(datasets, self._shares, strict=True)]
         self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
 
+    @property
+    def members(self) -> list[Dataset]:
+        """The data sets that it takes from."""
+        return list(self._datasets)
+
     def place(self, index: int) -> tuple[int, int]:
         """Sample `index` as (data set, number of the sample in it)."""
         period, place = divmod(index, PERIOD)

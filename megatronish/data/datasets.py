@@ -14,8 +14,9 @@ from megatronish.core.names import DATASET_NAMES, options_of
 from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.chat.dataset import open_chats
 from megatronish.data.chat.setup import ChatSetup
+from megatronish.data.packed import open_pretraining
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, MixingDataset, OpenDataset
-from megatronish.data.samples import TooSmallError, open_gpt_samples
+from megatronish.data.samples import TooSmallError
 from megatronish.data.sentences import open_mock, open_sentences
 from megatronish.tokenizer.control_tokens import MaskTokens
 
@@ -25,7 +26,7 @@ T = TypeVar("T")
 WHOLE = (0.0, 1.0)
 UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 DATASETS: dict[str, Callable[..., Dataset]] = {
-    "pretrain": open_gpt_samples,
+    "pretrain": open_pretraining,
     "chat": open_chats,
     "sentences": open_sentences,
     "mock": open_mock,
@@ -147,6 +148,7 @@ def build_datasets(
         chats=chats,
         masks=masks,
         short_seq_prob=data.short_seq_prob,
+        packing=data.packing,
     )
     read = _Reader(open_dataset_of(data), settings)
     if data.mock_data or not (data.needs_path or data.data_path or data.train_data_path):

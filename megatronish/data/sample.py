@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronish.config.sections.data import Packing
 from megatronish.core.errors import UserError
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.tokenizer.control_tokens import MaskTokens
@@ -124,6 +125,7 @@ class DatasetSettings:
     chats: ChatSetup | None = None
     masks: MaskTokens | None = None
     short_seq_prob: float = 0.0
+    packing: Packing = "concatenate"
 
 
 class DatasetSource(NamedTuple):

@@ -19,6 +19,7 @@ from megatronish.config.plugins import import_plugins
 from megatronish.core.aside import Aside
 from megatronish.core.errors import RunError, UserError, without_passwords
 from megatronish.core.figures import no_matplotlib
+from megatronish.data.packed import packing_notes
 from megatronish.estimate.room import refuse_without_room
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
 from megatronish.launch.libraries import keep_freed_memory, set_determinism, switch_on_flight_recorder
@@ -199,7 +200,7 @@ def _train(
     opening = "\n".join(f"note: {note}" for note in notes)
     with Aside("the table of expected costs").guard():
         opening = first_lines(config, job.costs, device=job.device_name, notes=notes, length=job.length)
-    say(opening)
+    say("\n".join([opening, *packing_notes(job.datasets.train)]))
     with Aside("the audit of the chats").guard():
         report_chats(job, say)
     record.enter_phase("start", "building the model")

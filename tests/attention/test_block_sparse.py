@@ -179,7 +179,9 @@ def unmasked(patch: pytest.MonkeyPatch) -> None:
 def a_key_late(patch: pytest.MonkeyPatch) -> None:
     """What a query of a band sees begins and ends a key too early."""
     of = windowed._Band.of
-    patch.setattr(windowed._Band, "of", lambda q, window: of(q, window)._replace(hidden=of(q, window).hidden.roll(-1, 1)))
+    patch.setattr(
+        windowed._Band, "of", lambda q, window: of(q, window)._replace(hidden=of(q, window).hidden.roll(-1, 1))
+    )
 
 
 def before_the_beginning(patch: pytest.MonkeyPatch) -> None:

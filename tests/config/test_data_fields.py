@@ -31,6 +31,21 @@ def test_a_tokenizer_without_its_file_is_told(tmp_path: Path) -> None:
     assert "vocab_file and merge_file belong together" in gpt2[0]
 
 
+def test_packing_is_for_pairs_and_gpts(tmp_path: Path) -> None:
+    for end in ("bin", "idx"):
+        (tmp_path / f"a.{end}").touch()
+    words = small("--tokenizer-type", "bytes", "--packing", "best-fit")
+    assert problems([*words, "--data-path", f"{tmp_path}/a"]) == []
+    (complaint,) = problems([*words, "--mock-data"])
+    assert complaint == "packing=best-fit packs documents of .bin/.idx pairs, and mock_data reads none; leave it out"
+    complaints = problems([*words, "--data-path", f"{tmp_path}/a", "--dataset-type", "chat"])
+    assert "packing=best-fit packs documents of .bin/.idx pairs, and dataset_type=chat reads none; leave it out" in (
+        complaints
+    )
+    complaints = problems([*words, "--data-path", f"{tmp_path}/a", "--model-type", "bert"])
+    assert any(each.startswith("packing=best-fit is for GPTs, and model_type=bert") for each in complaints)
+
+
 @pytest.mark.parametrize(
     ("values", "blend"),
     [

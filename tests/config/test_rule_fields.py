@@ -46,6 +46,7 @@ OTHERS: list[dict[str, Any]] = [
         **{"decoder_seq_length": 8, "encoder_num_layers": 2, "decoder_num_layers": 2, "tokenizer_type": "bytes"},
     },
     {"model_type": "t5", "position_embedding_type": "relative", "dataset_type": "chat", "vocab_extra_ids": 9},
+    {"packing": "best-fit"},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},
 ]
 

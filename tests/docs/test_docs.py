@@ -205,7 +205,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
     assert not [link for link in links if "://" not in link and not (document.parent / link).exists()]
 
 
-LAUNCHERS = {"nproc-per-node", "nnodes", "ntasks", "gpus-per-node", "gpus-per-task", "signal", "rdzv-endpoint"}
+LAUNCHERS = {"array", "nproc-per-node", "nnodes", "ntasks", "gpus-per-node", "gpus-per-task", "signal", "rdzv-endpoint"}
 OTHER_PROGRAMS = {
     f"--{name}" for name in LAUNCHERS | {"shm-size", "logdir", "index-url", "inplace", "pid", "editable", "local-dir"}
 }

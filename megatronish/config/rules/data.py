@@ -70,6 +70,18 @@ def _tokenizer(config: Config) -> str | None:
     return None
 
 
+def _packing(config: Config) -> str | None:
+    data, model_type = config.data, config.model.model_type
+    if data.packing == "concatenate":
+        return None
+    if data.mock_data or data.dataset_type != "pretrain":
+        kind = "mock_data" if data.mock_data else f"dataset_type={data.dataset_type}"
+        return f"packing={data.packing} packs documents of .bin/.idx pairs, and {kind} reads none; leave it out"
+    if model_type != "gpt":
+        return f"packing={data.packing} is for GPTs, and model_type={model_type} takes text end to end; leave it out"
+    return None
+
+
 DATA_RULES = (
     ConfigRule(
         (
@@ -84,6 +96,7 @@ DATA_RULES = (
     ),
     ConfigRule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
     ConfigRule(("split", "data_path"), _split),
+    ConfigRule(("packing", "mock_data", "dataset_type", "model_type"), _packing),
     ConfigRule(
         ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "mock_data", "load_hf"),
         _tokenizer,

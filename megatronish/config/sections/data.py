@@ -17,6 +17,9 @@ MANIFEST = ".shards.json"
 MOCK_VOCAB_SIZE = 4096  # tokens of the made-up data of --mock-data
 
 
+Packing = Literal["concatenate", "best-fit"]
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Data files, splits and the tokenizer."""
@@ -42,6 +45,8 @@ class DataConfig:
     """Options of a plug-in's kind of data sets: option=value ..."""
     data_cache_path: str | None = None
     """Where sample indices are kept. Derived: a folder `cache` next to each prefix."""
+    packing: Packing = "concatenate"
+    """Documents end to end, cut into samples; or best-fit, where only longer ones are cut, and none sees another."""
     reset_position_ids: bool = False
     """Positions start from 0 at each document of a sample."""
     reset_attention_mask: bool = False
@@ -85,7 +90,9 @@ class DataConfig:
     @property
     def packs_documents(self) -> bool:
         """Whether samples hold documents that do not see each other, or filler that no token sees."""
-        return self.reset_attention_mask or DATASET_NAMES[self.dataset_type].has_sentences or self.has_chats
+        pads = DATASET_NAMES[self.dataset_type].has_sentences or self.has_chats
+        pads = pads or (self.packing == "best-fit" and not self.mock_data)
+        return self.reset_attention_mask or pads
 
     @property
     def has_chats(self) -> bool:
