@@ -343,9 +343,9 @@ def _refuse_changed_inputs(plan: Plan, number: int) -> None:
                 "its path leads to it"
             ) from error
         if found != planned:
-            what = f"has {found.size:,} bytes and had {planned.size:,}" if found.size != planned.size else "was changed"
+            sizes = "" if found.size == planned.size else f" ({planned.size:,} bytes then, {found.size:,} now)"
             raise UserError(
-                f"input {planned.path} {what} since {plan.path} was made; bring back the file, with its time (cp -p, "
+                f"input {planned.path} was changed since {plan.path} was made{sizes}; bring back the file, with its time (cp -p, "
                 "rsync -a), or plan again, which redoes the tasks that read it"
             )
 

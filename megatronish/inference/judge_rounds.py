@@ -299,9 +299,9 @@ def _next(left: deque[Task]) -> Task | None:
 
 
 def run_all(tasks: Sequence[Task], keep: Callable[[Any], None], *, parallel: int, ended: threading.Event) -> None:
-    """Run the tasks in threads, and call `keep` here with all that they emit; a thread goes on when it has been kept.
+    """Run the tasks in threads, and call `keep` here with all that they emit; a thread continues when it has been kept.
 
-    So a kill loses what is under way, and nothing that waits for the disk. After the first error no task begins; what
+    So a kill loses what is being asked, and nothing that waits for the disk. After the first error no task begins; what
     the running ones emit is kept, and then the error is raised. Ctrl-C keeps what has arrived and waits for nothing:
     threads that wait for a server end with the process.
     """

@@ -23,6 +23,7 @@ MODELS = (
     replace(GPT, window_size=3),
     replace(GPT, attention_pattern="bigbird"),
     replace(GPT, num_experts=4),
+    replace(GPT, qk_layernorm=True),
 )
 NAMES = [field.name for field in fields(ModelConfig)]
 RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 --train-iters 2 --lr 1 --mock-data"

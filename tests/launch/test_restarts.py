@@ -238,6 +238,7 @@ class Steps:
         return self.last
 
 
+@pytest.mark.processes
 def test_restarts_are_used_up_and_counted_from_zero_after_good_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +256,7 @@ def test_restarts_are_used_up_and_counted_from_zero_after_good_steps(
     assert not Restarts(0, steps).again(1, "first")
 
 
+@pytest.mark.processes
 def test_a_call_whose_child_is_killed_is_made_again_and_one_that_never_ends_is_not() -> None:
     own = os.getpid()
 

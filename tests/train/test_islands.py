@@ -214,6 +214,7 @@ def test_a_run_whose_island_died_resumes_with_the_other_and_takes_it_back(tmp_pa
     assert state_of(tmp_path / "run", 6)["islands"] == 2
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("layout", ["--dp 4 --zero-stage 1 --tp 2"])
 def test_verify_compares_islands_with_as_many_of_one_process(
     tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]

@@ -263,6 +263,7 @@ def test_where_no_thread_can_be_started_its_work_is_done_without_one(
     assert mishap(RuntimeError("unable to start watchdog thread")) == mishap(RuntimeError("can't start new thread"))
 
 
+@pytest.mark.processes
 def test_a_call_in_a_process_of_its_own_is_given_up() -> None:
     assert apart(10.0, lambda: (3, [Path("x")]), otherwise=None) == (3, [Path("x")])
     with pytest.raises(ZeroDivisionError):
@@ -270,6 +271,7 @@ def test_a_call_in_a_process_of_its_own_is_given_up() -> None:
     assert apart(0.1, lambda: time.sleep(60), otherwise=7) == 7
 
 
+@pytest.mark.processes
 def test_handlers_of_this_process_do_not_run_in_a_call_of_its_own(tmp_path: Path) -> None:
     own = os.getpid()
 
