@@ -345,8 +345,8 @@ def _refuse_changed_inputs(plan: Plan, number: int) -> None:
         if found != planned:
             sizes = "" if found.size == planned.size else f" ({planned.size:,} bytes then, {found.size:,} now)"
             raise UserError(
-                f"input {planned.path} was changed since {plan.path} was made{sizes}; bring back the file, with its time (cp -p, "
-                "rsync -a), or plan again, which redoes the tasks that read it"
+                f"input {planned.path} was changed since {plan.path} was made{sizes}; bring back the file, with its "
+                "time (cp -p, rsync -a), or plan again, which redoes the tasks that read it"
             )
 
 
