@@ -138,7 +138,7 @@ class _WindowedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out = ctx.saved_tensors
-        band, dout = _Band.of(q, ctx.window), grads[0].view(q.shape)
+        band, dout = _Band.of(q, ctx.window), grads[0].reshape(q.shape)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         # The mean of the gradients of a row of probabilities, weighted by them (dropout: operations.py).
         means = band.filled(-(dout * out).sum(-1))
