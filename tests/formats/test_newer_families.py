@@ -1,6 +1,7 @@
 """Tests of the keys of decoders since 2021: what changes the computation is understood, or refused by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.families import FAMILIES
+from megatronish.formats.hf.family import ConfigJson
 
 NEWER = (
     *("gemma", "gpt_neox", "olmo2", "granite", "gemma2", "glm4", "starcoder2", "smollm3", "phi", "phi3", "olmo"),
@@ -82,6 +84,44 @@ def test_keys_that_switch_parts_are_understood(tmp_path: Path) -> None:
     assert (both.norm_placement, both.qk_layernorm_by_head) == ("parallel", True)
 
 
+def test_keys_that_transformers_does_not_read_are_not_read(tmp_path: Path) -> None:
+    neox = model_of(tmp_path, {"model_type": "gpt_neox", "rope_theta": 5e4, "partial_rotary_factor": 0.5})
+    assert (neox.rotary_base, neox.rotary_percent) == (1e4, 0.25)
+    kinds = [*["sliding_attention"] * 3, "full_attention"]
+    named = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window_pattern": "LLLG"}
+    for kind in ("exaone4", "cohere2"):
+        assert model_of(tmp_path, {"model_type": kind, **named}).windowed_layers == (True, True, True, False)
+
+
+def written(kind: str, **fields: Any) -> dict[str, Any]:
+    """The config.json of a tiny model of a family, with other fields."""
+    keys = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = ConfigJson(Path("config.json"), {"model_type": kind, **keys}, FAMILIES[kind].defaults)
+    model = replace(ModelConfig(**FAMILIES[kind].read(config)), **fields)
+    return hf_config_of(model, vocab_size=9, seq_length=64)
+
+
+def test_what_is_written_has_no_meaning_of_a_default() -> None:
+    """A base of RoPE for both kinds of layers, no token that is filler by a family's default, inverses as they are."""
+    olmo3 = written("olmo3", rotary_base=3e4)
+    assert olmo3["model_type"] == "olmo3" and olmo3["rope_theta"] == 3e4
+    assert {rope["rope_theta"] for rope in olmo3["rope_parameters"].values()} == {3e4}
+    for kind in ("olmo3", "glm4", "gemma2", "cohere"):
+        assert written(kind)["pad_token_id"] is None
+    assert written("granite", logits_multiplier=0.22, softmax_scale=0.1)["model_type"] == "granite"
+    with pytest.raises(UserError, match=r"gemma2 not softmax_scale=0\.08"):
+        written("gemma2", softmax_scale=0.08)
+
+
+def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Path) -> None:
+    scaled = {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    origin = {"model_type": "llama", **scaled}
+    model = model_of(tmp_path, origin)
+    longer = hf_config_of(model, vocab_size=32000, seq_length=8192, origin=origin)
+    assert longer["max_position_embeddings"] == 8192
+    assert longer["rope_scaling"]["original_max_position_embeddings"] == 4096
+
+
 @pytest.mark.parametrize(
     ("kind", "keys", "told"),
     [
@@ -120,6 +160,13 @@ def test_keys_that_switch_parts_are_understood(tmp_path: Path) -> None:
             "gives some layers another RoPE than others",
         ),
         ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "stretches RoPE in the layers without a window"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1.0}}, "must have an object for each kind of layer"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "gives layers a window, which this family does not"),
+        ("gptj", {"is_causal": False}, "is_causal=false is not supported: a decoder sees what comes before alone"),
+        ("olmo", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "layers have the settings of the whole model"),
+        ("glm4", {"partial_rotary_factor": None}, "partial_rotary_factor=null is no number"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be above 0"),
+        ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and sliding_window is null"),
         ("stablelm", {"use_qkv_bias": "yes"}, 'use_qkv_bias="yes" must be true or false'),
         ("glm4", {"partial_rotary_factor": "half"}, "must be a number that is not negative"),
     ],

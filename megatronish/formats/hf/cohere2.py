@@ -14,7 +14,7 @@ _COHERE2 = COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 
 
 def _read_cohere2(config: ConfigJson) -> dict[str, Any]:
     fields = read_any_cohere(config, 10000.0)
-    fields |= read_layer_types(config, every=config.whole("sliding_window_pattern"))
+    fields |= read_layer_types(config, every_key="sliding_window_pattern")
     if fields["window_size"] is None:
         config.refuse("layer_types", "leaves no layer with a window, and so none with RoPE")
     return fields | rope_where_it_slides(fields)

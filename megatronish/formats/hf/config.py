@@ -5,6 +5,7 @@ feature that only one of the two sides has is refused by name: nothing is droppe
 computes.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,10 @@ def hf_config_of(
     )
     changed = {key: value for key, value in wanted.items() if unchanged[key] != value}
     stale: set[str] = set()
+    # A scaling of RoPE may leave out the length that it begins from, which then is that of the model.
+    is_longer = FAMILIES[name].seq_length in changed and wanted.get("rope_scaling") is not None
     for group in (ROPE_KEYS, WINDOW_KEYS):
-        if changed.keys() & set(group):
+        if changed.keys() & set(group) or (group is ROPE_KEYS and is_longer):
             stale |= set(group)
             changed |= {key: wanted[key] for key in group if key in wanted}
     return {key: value for key, value in origin.items() if key not in stale} | changed
@@ -91,6 +94,8 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     config = ConfigJson(path, {**aliased, **origin}, family.defaults)
     if config.values.get("quantization_config") is not None:
         config.refuse("quantization_config", "says that the weights are quantized", remedy="take the unquantized model")
+    config.must_be("is_causal", None, True, why="is not supported: a decoder sees what comes before alone")
+    config.must_be("per_layer_config", None, {}, why="is not supported: layers have the settings of the whole model")
     model = _fields(family, config)
     for field, value in model.items():
         for bound in FIELDS[field].ranges:
@@ -131,6 +136,7 @@ def _write(name: str, model: ModelConfig, *, vocab_size: int, seq_length: int, e
         "architectures": [family.architecture],
         "model_type": name,
         "vocab_size": vocab_size,
+        "pad_token_id": None,  # a family's own default would be a token of ours, or none of the table
         **family.write(model, max(seq_length, model.max_position_embeddings or 0)),
         "initializer_range": model.init_method_std,
         "tie_word_embeddings": model.tied,
@@ -148,8 +154,15 @@ def _changed(name: str, model: ModelConfig) -> str | None:
     except UserError as error:
         return str(error)
     before, after = (function_of(each, seq_length=rows) for each in (model, again))
-    other = next((key for key in before if before[key] != after.get(key)), None)
+    other = next((key for key in before if not _is_same(before[key], after.get(key))), None)
     return None if other is None else f"{other}={before[other]}"
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two values are equal, numbers except for the rounding of an inverse."""
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-12)
+    return bool(first == second)
 
 
 def _choose_family(model: ModelConfig, *, prefer: Any) -> str:

@@ -7,7 +7,7 @@ from megatronish.formats.hf.decoder import DecoderNames, decoder, read_decoder, 
 from megatronish.formats.hf.family import ConfigJson, ModelFamily
 from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS
 from megatronish.formats.hf.olmo2 import OUTPUT_NORMS
-from megatronish.formats.hf.window import read_layer_types, rope_where_it_slides, write_layer_types
+from megatronish.formats.hf.window import layers_that_slide, read_layer_types, rope_where_it_slides, write_layer_types
 
 _EXAONE4 = {key: value for key, value in LLAMA_DEFAULTS.items() if key != "head_dim"} | {
     "vocab_size": 102400,
@@ -27,8 +27,10 @@ def _read_exaone4(config: ConfigJson) -> dict[str, Any]:
         "qk_layernorm": True,
     }
     if config.values["sliding_window"] is None:
+        if any(layers_that_slide(config) or ()):
+            config.refuse("layer_types", "gives layers a window, and sliding_window is null")
         return fields
-    fields |= read_layer_types(config, every=config.whole("sliding_window_pattern"))
+    fields |= read_layer_types(config, every_key="sliding_window_pattern")
     if fields["window_size"] is None:
         config.refuse("layer_types", "leaves no layer with a window, and so none with RoPE")
     return fields | rope_where_it_slides(fields)

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.decoder import DecoderNames, decoder, whole_if_equal
-from megatronish.formats.hf.family import ConfigJson, ModelFamily
+from megatronish.formats.hf.family import CORRECT, ConfigJson, ModelFamily
 from megatronish.formats.hf.gemma import GEMMA_DEFAULTS, read_any_gemma, write_any_gemma
 from megatronish.formats.hf.llama import ROWS
 from megatronish.formats.hf.window import read_layer_types, write_layer_types
@@ -31,6 +31,8 @@ _GEMMA2 = {key: value for key, value in GEMMA_DEFAULTS.items() if key != "hidden
 
 
 def _read_gemma2(config: ConfigJson) -> dict[str, Any]:
+    if config.number("query_pre_attn_scalar") <= 0:
+        config.refuse("query_pre_attn_scalar", "must be above 0", remedy=CORRECT)
     caps = {key: None if config.values.get(key) is None else config.number(key) for key in CAPS}
     return {
         **read_any_gemma(config, "hidden_activation"),
@@ -42,13 +44,21 @@ def _read_gemma2(config: ConfigJson) -> dict[str, Any]:
 
 
 def _write_gemma2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
-    scale = model.softmax_scale or model.head_size**-0.5
     return {
         **write_any_gemma(model, seq_length, "hidden_activation"),
         **{key: getattr(model, key) for key in CAPS},
-        "query_pre_attn_scalar": whole_if_equal(scale**-2),
+        "query_pre_attn_scalar": _scalar(model),
         **write_layer_types(model),
     }
+
+
+def _scalar(model: ModelConfig) -> float:
+    """What scores are divided by the root of: a whole number, if it is a Gemma 2."""
+    return whole_if_equal((model.softmax_scale or model.head_size**-0.5) ** -2)
+
+
+def _not_gemma2(model: ModelConfig) -> str | None:
+    return None if isinstance(_scalar(model), int) else f"softmax_scale={model.softmax_scale}"
 
 
 GEMMA2 = ModelFamily(
@@ -58,6 +68,6 @@ GEMMA2 = ModelFamily(
     {},
     _read_gemma2,
     _write_gemma2,
-    lambda _model: None,
+    _not_gemma2,
     decoder(DecoderNames(norms=SANDWICH)),
 )

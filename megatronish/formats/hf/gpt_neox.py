@@ -52,8 +52,9 @@ _OLD_ROPE = {"rotary_pct": PARTIAL, "rotary_emb_base": "rope_theta"}
 
 def _read_gpt_neox(config: ConfigJson) -> dict[str, Any]:
     of_attention = config.flag("attention_bias")
-    # Two names of RoPE's keys are its own, and every head has keys and values of its own.
-    names = {_OLD_ROPE.get(key, key): value for key, value in config.values.items()}
+    # Two names of RoPE's keys are its own, and the usual ones are not read. Every head has keys and values of its own.
+    own = {key: value for key, value in config.values.items() if key not in _OLD_ROPE.values()}
+    names = {_OLD_ROPE.get(key, key): value for key, value in own.items()}
     usual = ConfigJson(config.path, names | {"num_key_value_heads": None}, {})
     return {
         **read_decoder(usual, turned=0.25, gated=False),

@@ -28,6 +28,8 @@ def read_rope(config: ConfigJson, *, base: float = BASE, turned: float | None = 
         if rope.values.get(PARTIAL) not in (None, 1):
             config.refuse(spelled, "turns a part of each head, and in this family RoPE turns whole heads")
     else:
+        if PARTIAL in config.values and config.values[PARTIAL] is None:
+            config.refuse(PARTIAL, "is no number, and versions of transformers differ in what it means", remedy=CORRECT)
         fields["rotary_percent"] = rope.number(PARTIAL, null=config.number(PARTIAL, null=turned))
     kind = rope.values.get("rope_type", rope.values.get("type")) or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):

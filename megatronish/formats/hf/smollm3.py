@@ -6,6 +6,7 @@ from megatronish.config.sections.model import ModelConfig, canonical
 from megatronish.formats.hf.decoder import DecoderNames, decoder
 from megatronish.formats.hf.family import CORRECT, ConfigJson, ModelFamily
 from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, read_llama, write_llama
+from megatronish.formats.hf.window import all_layers_slide
 
 _SMOLLM3 = LLAMA_DEFAULTS | {
     "vocab_size": 128256,
@@ -36,6 +37,8 @@ def _rotated(config: ConfigJson) -> tuple[bool, ...]:
 
 def _read_smollm3(config: ConfigJson) -> dict[str, Any]:
     config.must_be("use_sliding_window", None, False, why="is not supported in this family")
+    if all_layers_slide(config):
+        config.refuse("layer_types", "gives layers a window, which this family does not have here")
     rotated = _rotated(config)
     pattern = None if all(rotated) else canonical(tuple(not each for each in rotated))
     return {**read_llama(config), "no_rope_freq": pattern}

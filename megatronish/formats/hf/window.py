@@ -62,10 +62,14 @@ def layers_that_slide(config: ConfigJson) -> tuple[bool, ...] | None:
     return tuple(kind == SLIDING for kind in kinds)
 
 
-def read_layer_types(config: ConfigJson, *, every: int) -> dict[str, Any]:
-    """Window of the layers that layer_types names; without that key, each `every`-th layer has none."""
+def read_layer_types(config: ConfigJson, *, every: int = 1, every_key: str | None = None) -> dict[str, Any]:
+    """Window of the layers that layer_types names; without that key, each `every`-th layer has none.
+
+    `every_key` is the key of that number, in a family that has one; it is not read beside layer_types.
+    """
     slides = layers_that_slide(config)
     if slides is None:
+        every = every if every_key is None else config.whole(every_key)
         slides = tuple((layer + 1) % every != 0 for layer in range(config.whole("num_hidden_layers")))
     if not any(slides):
         return {"window_size": None}
