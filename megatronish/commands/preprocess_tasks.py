@@ -29,17 +29,18 @@ from megatronish.commands.preprocess import (
     tell_files,
     tokenizer_settings,
 )
-from megatronish.config.arguments import read_arguments
+from megatronish.config.arguments import PluginNames, read_arguments
 from megatronish.config.marks import at_least, at_most
 from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
-from megatronish.core.errors import UserError
+from megatronish.core.errors import RunError, UserError
 from megatronish.core.files import refuse_input_as_output
 from megatronish.data.inputs import input_files
 from megatronish.data.preprocess import check_settings
 from megatronish.data.shards import write_manifest
 from megatronish.data.tasks import (
     MAX_TASKS,
+    PLAN,
     Plan,
     TaskRecord,
     TaskRun,
@@ -79,6 +80,8 @@ class RunArguments:
 
     plan: Path
     """PREFIX.plan.json of preprocess plan."""
+    plugin: PluginNames = ()
+    """The plug-ins of the plan, again: they are code, which a plan alone does not run."""
     task: str | None = None
     """I for task I, from 0 on; I::N for tasks I, I + N, ... Derived: SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX."""
     workers: int = 1
@@ -119,7 +122,10 @@ def plan_tasks(argv: Sequence[str], program: str) -> int:
     """Write a plan, and report what is in it."""
     arguments = read_tokenizing(TaskPlanArguments, argv, program=program)
     import_plugins(arguments.plugin)
-    files = input_files(arguments.input)
+    prefix = arguments.output_prefix
+    own = (f"{prefix}{PLAN}", f"{prefix}.shards/")
+    # A folder of inputs may hold PREFIX, too: what this command writes there is no text.
+    files = [path for path in input_files(arguments.input) if not str(path).startswith(own)]
     tell_files(files)
     check_settings(json_keys=arguments.json_keys, workers=1, max_bad_fraction=arguments.max_bad_fraction)
     settings = {name: value for name, value in asdict(arguments).items() if name not in NOT_IN_PLAN}
@@ -138,7 +144,8 @@ def plan_tasks(argv: Sequence[str], program: str) -> int:
         f"{plan.path}: {len(sizes):,} tasks | {len(files):,} files | {sum(sizes):,} bytes | {min(sizes):,} to "
         f"{max(sizes):,} bytes a task"
     )
-    print(f"run them: megatronish preprocess run --plan {plan.path} --task 0, and so on to {len(sizes) - 1}")
+    plugins = "".join(f" --plugin {name}" for name in arguments.plugin)
+    print(f"run them: megatronish preprocess run --plan {plan.path}{plugins} --task 0, and so on to {len(sizes) - 1}")
     return 0
 
 
@@ -149,8 +156,9 @@ def run_tasks(argv: Sequence[str], program: str) -> int:
     numbers = task_numbers(arguments.task, num_tasks=len(plan.tasks), environment=os.environ)
     settings = _tokenizing(plan)
     check_settings(json_keys=settings.json_keys, workers=arguments.workers, max_bad_fraction=settings.max_bad_fraction)
+    _refuse_other_plugins(plan, settings.plugin, arguments.plugin)
     import_plugins(settings.plugin)
-    digest = None
+    digest, status = None, 0
     with ended_by_signals("a task that was not whole is not, and those that were stay"):
         for number in numbers:
             name = f"task {number} of {len(plan.tasks)}"
@@ -158,8 +166,28 @@ def run_tasks(argv: Sequence[str], program: str) -> int:
                 print(f"{name}: is whole | {_counts(record)}", flush=True)
                 continue
             digest = digest or _digest_of(settings)
-            print(f"{name}: {_counts(_run(plan, number, settings, digest, arguments))}", flush=True)
-    return 0
+            try:
+                print(f"{name}: {_counts(_run(plan, number, settings, digest, arguments))}", flush=True)
+            except (UserError, RunError) as error:
+                if len(numbers) == 1:
+                    raise
+                # The others are not kept waiting by one file; a failure of the machine is worth another try.
+                print(f"error: {name}: {error}", file=sys.stderr, flush=True)
+                status = 1 if status == 1 or isinstance(error, RunError) else 2
+    return status
+
+
+def _refuse_other_plugins(plan: Plan, planned: Sequence[str], given: Sequence[str]) -> None:
+    """UserError unless the command names the plug-ins that the plan was made with."""
+    if tuple(planned) == tuple(given):
+        return
+    if not planned:
+        raise UserError(f"--plugin {given[0]}: {plan.path} was made without plug-ins; leave it out, or plan again")
+    words = " ".join(f"--plugin {name}" for name in planned)
+    raise UserError(
+        f"{plan.path} was made with plug-ins, which run code on this machine, and a plan alone runs none; add {words} "
+        "if you trust them"
+    )
 
 
 def _run(plan: Plan, number: int, settings: TokenizingArguments, digest: str, arguments: RunArguments) -> TaskRecord:

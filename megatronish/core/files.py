@@ -195,8 +195,10 @@ def working_folder(path: Path) -> Iterator[Path]:
         while True:
             folder = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
             folder.mkdir()
-            lock = os.open(folder, os.O_RDONLY)
-            # Between the two, another process may have taken the folder for a leftover.
+            try:
+                lock = os.open(folder, os.O_RDONLY)
+            except FileNotFoundError:  # another process has taken the folder for a leftover
+                continue
             if _lock(lock) != "taken" and folder.exists():
                 break
             os.close(lock)

@@ -149,6 +149,10 @@ def _blocks(shard: DataShard, dtype: str, section: str, count: int) -> Iterator[
 def write_manifest(shards: Sequence[DataShard], prefix: str) -> Path:
     """Write the index of all shards and the manifest that names them, `<prefix>.shards.json`; its path."""
     path, index = Path(prefix + MANIFEST), Path(f"{prefix}.shards.idx")
+    for shard in shards:
+        copy_summed(bin_path(shard.prefix), None, shard.sums and shard.sums[0])
+    with writing(path):
+        path.unlink(missing_ok=True)  # one of before would name the new index
     with writing(index), AtomicFile(index) as file:
         _write_index(shards, file.file)
     bins = [

@@ -31,9 +31,16 @@ from megatronish.core.files import (
     write_quickly,
 )
 from megatronish.data.encoding import BadLine, Encoder, EncodingJob
-from megatronish.data.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
+from megatronish.data.indexed import CODES, IndexedTokens, IndexedWriter, bin_path, idx_path
 from megatronish.data.pieces import InputFile, InputPiece, cut_into_tasks
-from megatronish.data.preprocess import Summary, encode_pieces, output_name, refuse_too_few, told_bad_lines
+from megatronish.data.preprocess import (
+    Summary,
+    check_settings,
+    encode_pieces,
+    output_name,
+    refuse_too_few,
+    told_bad_lines,
+)
 from megatronish.data.shards import DataShard, copy_summed
 from megatronish.tokenizer.trial import TEXTS
 
@@ -82,7 +89,9 @@ class Plan:
     def digest(self, task: int) -> str:
         """A hash of all that the bytes of a task's shard depend on."""
         pieces = [[*piece, *self._input_of[piece.path][1:]] for piece in self.tasks[task]]
-        facts = [FORMAT, {**self.settings}, self.tokenizer, pieces]
+        # How many lines may be bad changes no byte of what was written.
+        settings = {name: value for name, value in self.settings.items() if name not in ("max_bad_fraction", "strict")}
+        facts = [FORMAT, settings, self.tokenizer, pieces]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -118,11 +127,31 @@ def read_plan(path: Path) -> Plan:
             raise ValueError(f"its format is {found['format']!r}")
         inputs = tuple(InputFile(**facts) for facts in found["inputs"])
         tasks = tuple(tuple(InputPiece(*piece) for piece in pieces) for pieces in found["tasks"])
-        return Plan(path, found["settings"], found["tokenizer"], inputs, tasks)
+        plan = Plan(path, found["settings"], found["tokenizer"], inputs, tasks)
+        _check(plan)
+        return plan
     except OSError as error:
         raise UserError(f"--plan {path} cannot be read: {error.strerror}; name a file of preprocess plan") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"--plan {path} is not a plan ({error}); make it again: megatronish preprocess plan") from error
+
+
+def _check(plan: Plan) -> None:
+    """ValueError for a plan that somebody else has written, or changed, so that it says what no plan says."""
+    settings = plan.settings
+    kinds = {"append_eod": bool, "split_sentences": bool, "strict": bool, "json_keys": list, "plugin": list}
+    for name, kind in kinds.items():
+        if not isinstance(settings[name], kind):
+            raise ValueError(f"its {name} is {settings[name]!r}")
+    if not all(isinstance(word, str) for word in (*settings["json_keys"], *settings["plugin"])):
+        raise ValueError("its json_keys and its plugin must be texts")
+    # A key is a part of the names of files: none may lead to another folder.
+    check_settings(json_keys=plan.json_keys, workers=1, max_bad_fraction=float(settings["max_bad_fraction"]))
+    known = {file.path for file in plan.inputs}
+    for piece in (piece for pieces in plan.tasks for piece in pieces):
+        ends = (piece.start,) if piece.end is None else (piece.start, piece.end)
+        if piece.path not in known or not all(isinstance(place, int) for place in ends) or not 0 <= ends[0] <= ends[-1]:
+            raise ValueError(f"a piece of it is {tuple(piece)!r}")
 
 
 def tokenizer_digest(tokenizer: Encoder, files: Sequence[Path]) -> str:
@@ -188,7 +217,10 @@ def record_of(plan: Plan, number: int, *, sums: bool = False) -> TaskRecord | No
     """The record of a task that is whole, None for any other. With `sums` every byte of its shards is read."""
     try:
         record = TaskRecord(**json.loads((plan.folder / f"{task_name(number)}.json").read_text(encoding="utf-8")))
-        if record.task != plan.digest(number):
+        names = [Path(name).name for name in plan.names(task_name(number))]
+        if record.task != plan.digest(number) or [each["name"] for each in record.shards] != names:
+            return None
+        if not all(np.dtype(each["dtype"]) in CODES for each in record.shards):
             return None
         for shard in shards_of(plan, record):
             if bin_path(shard.prefix).stat().st_size != shard.tokens * shard.dtype.itemsize:
@@ -247,7 +279,7 @@ def run_task(plan: Plan, number: int, run: TaskRun) -> TaskRecord:
             own = folder.enter_context(working_folder(plan.folder / task_name(number)))
         with folder:
             return _publish(plan, number, own, _encode(plan, number, own, run, signs))
-    except (UserError, RunError) as error:
+    except (UserError, RunError, OSError) as error:
         signs.give(failure=str(error))
         raise
 

@@ -53,6 +53,7 @@ FIXED = (
 TOLD_BY_SHAPES = ("num_layers", "hidden_size", "ffn_hidden_size")
 NAMES_OF_DATA = (
     *("data.data_path", "data.train_data_path", "data.split", "data.mock_data", "data.dataset_type"),
+    "data.packing",
     *("chat.chat_format", "chat.chat_template", "chat.chat_date", "chat.train_on", "chat.pack_samples"),
 )
 LOCK = ".lock"

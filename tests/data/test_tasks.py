@@ -45,6 +45,7 @@ SETTINGS = {
     "split_sentences": False,
     "strict": False,
     "max_bad_fraction": 0.9,
+    "plugin": [],
 }
 DIGEST = tokenizer_digest(BytesTokenizer(), [])
 
@@ -405,9 +406,7 @@ def test_too_many_bad_lines_of_all_tasks_are_refused_at_the_join(
     assert main(["run", *plan, "--task", "0::1"]) == 0
     assert main(["merge", *plan]) == 2
     assert "10 of 19 lines of" in capsys.readouterr().err
-    assert main(["plan", *argv, "--tasks", "3", "--max-bad-fraction", "0.6"]) == 0
-    assert main(["run", *plan, "--task", "0::2"]) == 0
-    assert main(["run", *plan, "--task", "1"]) == 0
+    assert main(["plan", *argv, "--tasks", "3", "--max-bad-fraction", "0.6"]) == 0  # and no task runs again
     capsys.readouterr()
     assert main(["merge", *plan]) == 0
     said = capsys.readouterr()
@@ -477,6 +476,93 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "--tasks 0 must be at least 1" in capsys.readouterr().err
     assert main(["plan", *argv[:3], "bytes", *argv[4:]]) == 2
     assert "--tasks is not given" in capsys.readouterr().err
+
+
+def test_a_task_that_fails_keeps_none_of_the_others_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = '{"text": "abc"}\n' * 20
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode() * 9)[:-30])
+    (tmp_path / "c.jsonl").write_text(lines)
+    argv = ["--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "p"), "--tasks", "3"]
+    assert main(["plan", "--input", *(str(path) for path in sorted(tmp_path.iterdir())), *argv]) == 0
+    plan = ["--plan", str(tmp_path / "p.plan.json")]
+    assert main(["run", *plan, "--task", "0::1"]) == 2
+    assert "error: task 1 of 3: " in capsys.readouterr().err
+    assert main(["status", *plan]) == 1
+    assert "missing: --array=1\n" in capsys.readouterr().out
+
+
+def test_a_folder_of_inputs_that_holds_the_prefix_gives_the_same_plan_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 20)
+    argv = ["--input", str(tmp_path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "p")]
+    for _ in range(2):
+        assert main(["plan", *argv, "--tasks", "2"]) == 0
+        assert main(["run", "--plan", str(tmp_path / "p.plan.json"), "--task", "0::1"]) == 0
+        assert [Path(file.path).name for file in read_plan(tmp_path / "p.plan.json").inputs] == ["a.jsonl"]
+
+
+def test_a_plan_runs_no_code_that_the_command_does_not_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    argv = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "p")]
+    assert main(["plan", *argv, "--tasks", "1"]) == 0
+    path = tmp_path / "p.plan.json"
+    plan = json.loads(path.read_text())
+    plan["settings"]["plugin"] = [str(tmp_path / "evil.py")]
+    path.write_text(json.dumps(plan))
+    for verb in (["run", "--task", "0"], ["status"], ["merge"]):
+        assert main([verb[0], "--plan", str(path), *verb[1:]]) in (1, 2)
+    assert not (tmp_path / "ran").exists()
+    assert f"a plan alone runs none; add --plugin {tmp_path}/evil.py if you trust them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda plan: plan["settings"].update(json_keys=["/../../evil/x"]), "must not hold a slash"),
+        (lambda plan: plan["settings"].update(append_eod="yes"), "its append_eod is 'yes'"),
+        (
+            lambda plan: plan["tasks"][0].append(["/etc/passwd", 0, None, 9]),
+            "a piece of it is ('/etc/passwd', 0, None, 9)",
+        ),
+        (lambda plan: plan["tasks"][0][0].__setitem__(2, -1), "a piece of it is "),
+    ],
+)
+def test_what_a_plan_says_is_looked_at_before_it_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Any], object], told: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
+    path = plan_of(tmp_path / "p", [tmp_path / "a.jsonl"], 1).path
+    plan = json.loads(path.read_text())
+    change(plan)
+    path.write_text(json.dumps(plan))
+    before = sorted(tmp_path.rglob("*"))
+    for verb in (["run", "--task", "0"], ["status"], ["merge"]):
+        assert main([verb[0], "--plan", str(path), *verb[1:]]) == 2
+        assert told in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_record_that_names_files_of_another_folder_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
+    plan = plan_of(tmp_path / "p", [tmp_path / "a.jsonl"], 1)
+    record = run_task(plan, 0, run_of())
+    moved = [{**each, "name": f"../p.shards/{each['name']}"} for each in record.shards]
+    (plan.folder / "task-00000.json").write_text(json.dumps(record._replace(shards=moved)._asdict()))
+    assert record_of(plan, 0) is None
+
+
+def test_a_manifest_is_written_of_shards_that_have_their_sums(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
+    plan = plan_of(tmp_path / "p", [tmp_path / "a.jsonl"], 1)
+    shard = run_task(plan, 0, run_of()).shards[0]["name"]
+    damaged = bin_path(str(plan.folder / shard))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    assert main(["merge", "--plan", str(plan.path), "--manifest"]) == 2
+    assert "is damaged: its bytes do not have the sum" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.shards.json"))
 
 
 def test_numbers_are_written_as_those_of_an_array() -> None:
