@@ -137,7 +137,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def _check(plan: Plan) -> None:
-    """ValueError for a plan that somebody else has written, or changed, so that it says what no plan says."""
+    """ValueError for a plan that was written or changed by hand so that it says what no plan says."""
     settings = plan.settings
     kinds = {"append_eod": bool, "split_sentences": bool, "strict": bool, "json_keys": list, "plugin": list}
     for name, kind in kinds.items():

@@ -65,7 +65,7 @@ def layers_that_slide(config: ConfigJson) -> tuple[bool, ...] | None:
 def read_layer_types(config: ConfigJson, *, every: int = 1, every_key: str | None = None) -> dict[str, Any]:
     """Window of the layers that layer_types names; without that key, each `every`-th layer has none.
 
-    `every_key` is the key of that number, in a family that has one; it is not read beside layer_types.
+    `every_key` is the key of that number, in a family that has one; it is not read where layer_types is given.
     """
     slides = layers_that_slide(config)
     if slides is None:
