@@ -28,13 +28,16 @@ TOGETHER = 512
 """Queries of a batched product: their scores stay in the cache."""
 ALIGNMENT = 8
 """Keys before a block are a multiple of it, so that rows of scores begin where vector loads do."""
-LEAST_WINDOW = 64
-"""Smaller windows have more hidden scores than seen ones in a band."""
+LEAST_WINDOW, MOST_OF_SEQUENCE = 64, 4
+"""Smaller windows have more hidden scores than seen ones in a band, and of ones longer than a quarter of the sequence
+too much lies before its beginning."""
 
 
 def is_windowed(mask: AttentionMask, q: Tensor) -> bool:
     """Whether these queries attend in a plain window, in a precision that products on a CPU have."""
-    has_band = mask.window_size is not None and mask.pattern is None and mask.window_size >= LEAST_WINDOW
+    if mask.window_size is None or mask.pattern is not None:
+        return False
+    has_band = LEAST_WINDOW <= mask.window_size <= mask.seq_length // MOST_OF_SEQUENCE
     return has_band and mask.document_ids is None and not mask.slopes and q.dtype in (torch.float32, torch.float64)
 
 

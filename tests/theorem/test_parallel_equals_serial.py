@@ -105,12 +105,12 @@ BANDS = [
 
 @pytest.mark.parametrize(("layout", "others"), BANDS)
 def test_windows_that_are_computed_in_bands_train_the_same_model(layout: Layout, others: Chosen) -> None:
-    """Windows of 70 of 160 tokens: those of the other cases are too short for it."""
+    """Windows of 70 of 320 tokens: those of the other cases are too short for it."""
     plain = {feature: values[0] for feature, values in choices(layout).items()}
     chosen = plain | {"sight": "window", "dropout": 0.0} | others
     problem = problem_of(layout, chosen)
     assert problem.model.window_size is not None
-    problem = replace(problem, seq_length=160, model=replace(problem.model, window_size=LEAST_WINDOW + 6))
+    problem = replace(problem, seq_length=320, model=replace(problem.model, window_size=LEAST_WINDOW + 6))
     assert_equal_to_serial(problem, spread_of(layout, chosen))
 
 
