@@ -110,7 +110,10 @@ def test_a_single_process_that_keeps_pythons_lock_is_named_with_its_stack(tmp_pa
 
 
 def test_a_run_that_was_stopped_with_its_launcher_goes_on(tmp_path: Path) -> None:
-    argv = tiny(tmp_path / "run", f"--dp 2 --train-iters 100 --hang-seconds {LIMIT} --hang-seconds-start 60")
+    argv = tiny(
+        tmp_path / "run",
+        f"--dp 2 --train-iters 100 --hang-seconds {LIMIT} --hang-seconds-start 60 --hang-seconds-save 60",
+    )
     with started(argv, tmp_path) as job:
         assert wait_until(lambda: last_step(tmp_path / "run" / "metrics.jsonl") > 2, timeout=SECONDS)
         assert job.process.pid is not None
