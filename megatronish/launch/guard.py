@@ -20,12 +20,13 @@ from typing import Any
 
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.patience import within
-from megatronish.launch.pulse import SLOT, Pulse, Pulses, why_silent
+from megatronish.launch.pulse import SLOT, STACKS_SIGNAL, Pulse, Pulses, is_stopped, why_silent
 
 LOOK_SECONDS = 0.5
-PATIENCE = 1.5  # beyond the limit of a phase, for a watchdog to say it better
+PATIENCE = 1.25  # beyond the limit of a phase, for a watchdog to say it better
 _MOST = 4  # ranks that are described
 _FRAMES = 5
+_STACKS_LOOKS = 6  # at intervals of 0.05 s, until all stacks are written
 
 
 class Guard:
@@ -56,7 +57,10 @@ class Guard:
         }
         if not any(seconds > self._newest[place][0].limit + PATIENCE for place, seconds in silent.items()):
             return {}
-        return {place: _sentence(self._newest[place][0], seconds) for place, seconds in silent.items()}
+        pulses = {place: self._newest[place][0] for place in silent}
+        why = {place: why_silent(pulse.pid) for place, pulse in pulses.items()}  # before a signal changes it
+        stacks = _written_stacks(pulses)
+        return {place: _sentence(pulse, silent[place], why[place], stacks[place]) for place, pulse in pulses.items()}
 
     def flag(self, place: int) -> str:
         """How long a rank may be silent, and by which flag."""
@@ -77,23 +81,41 @@ def report_of(sentences: Mapping[int, str], flag: str) -> str:
     return "\n".join(["the run hangs: " + lines[0], *lines[1:], flag])
 
 
-def _sentence(pulse: Pulse, seconds: float) -> str:
-    stack = _stack_of(pulse)
+def _sentence(pulse: Pulse, seconds: float, why: str, stacks: str) -> str:
+    stack = _main_stack(stacks)
     seen = re.sub(r"\. Its stack: .*", "", pulse.seen, flags=re.DOTALL) if stack else pulse.seen
-    return (
-        f"{pulse.who} is silent for {seconds:.0f} s: process {pulse.pid} {why_silent(pulse.pid)}. It was last seen "
-        f"{seen}{stack}"
-    )
+    return f"{pulse.who} is silent for {seconds:.0f} s: process {pulse.pid} {why}. It was last seen {seen}{stack}"
 
 
-def _stack_of(pulse: Pulse) -> str:
-    """The stack of the main thread, which C code of Python writes into a file of that process when it gets late."""
-    if pulse.trace < 0:
-        return ""
+def _written_stacks(silent: Mapping[int, Pulse]) -> dict[int, str]:
+    """What each of some processes writes of its stacks when it is asked, now that they are to be ended; "" if nothing.
+
+    C code of Python reads frames while it writes them: that is safe only where they do not change. So no timer of the
+    process does it, which would be over just when a stopped process runs again; and no process is asked that may still
+    come to life, for a signal ends the waits of native code.
+    """
+    stacks = dict.fromkeys(silent, "")
+    for pulse in silent.values():
+        if pulse.trace >= 0 and not is_stopped(pulse.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pulse.pid, STACKS_SIGNAL)
+    for _ in range(_STACKS_LOOKS):
+        time.sleep(0.05)
+        before, stacks = stacks, {place: _stacks_of(pulse) for place, pulse in silent.items()}
+        if stacks == before and all(stacks.values()):
+            break
+    return stacks
+
+
+def _stacks_of(pulse: Pulse) -> str:
     try:
-        text = Path(f"/proc/{pulse.pid}/fd/{pulse.trace}").read_text(errors="replace")
+        return Path(f"/proc/{pulse.pid}/fd/{pulse.trace}").read_text(errors="replace") if pulse.trace >= 0 else ""
     except OSError:
         return ""
+
+
+def _main_stack(text: str) -> str:
+    """The stack of the main thread, which is the last one of a text."""
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text.rpartition("most recent call first")[2])
     lines = [f"{'/'.join(Path(file).parts[-2:])}:{line} {function}" for file, line, function in frames[:_FRAMES]]
     return f". Its stack: {' < '.join(lines)}" if lines else ""

@@ -7,6 +7,7 @@ process is silent is what the system says of its state (`why_silent`).
 
 import json
 import mmap
+import signal
 import sys
 import zlib
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from struct import Struct
 
 SLOT = 4096
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # a real-time one: no launcher, library or user sends it
 _HEAD = Struct("<II")  # length and sum of the text behind it
 
 
@@ -21,7 +23,8 @@ _HEAD = Struct("<II")  # length and sum of the text behind it
 class Pulse:
     """State of a rank in words: `who` it is and where it was `seen`, with the limit of its phase and the flag of that.
 
-    `number` grows with every pulse. `trace` is the descriptor, in its process, of a file for the stacks of its threads.
+    `number` grows with every pulse. `trace` is the descriptor, in its process, of a file where STACKS_SIGNAL adds the
+    stacks of its threads; -1 where the signal must not be sent.
     """
 
     number: int

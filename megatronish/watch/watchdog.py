@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatronish.core.layout import Layout
-from megatronish.launch.pulse import Pulse, Pulses
+from megatronish.launch.pulse import STACKS_SIGNAL, Pulse, Pulses
 from megatronish.watch.hang_diagnosis import Culprit, RanksSeen, RankWords, different, verdict
 from megatronish.watch.heartbeat import REPORT, Beat, Board, ThreadBeat, bare_beat, beat_of
 from megatronish.watch.observer import MAIN, HangLimits, Observer, birth_of
@@ -65,7 +65,7 @@ class Watchdog:
         self._kept_by = ""
         self._rings: Path | None = None
         self._pulses: Pulses | None = None
-        self._slot, self._trace, self._due = 0, -1, 0.0
+        self._slot, self._trace = 0, -1
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._newest: dict[int, tuple[Beat, float]] = {}  # beats of all ranks, and when each was new here
@@ -81,14 +81,17 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._put(ended="ended with status 0" if kind is None else "failed")
         if self._trace >= 0:
-            faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(STACKS_SIGNAL)
             os.close(self._trace)
             self._trace = -1
 
     def pulse_to(self, pulses: Pulses, place: int) -> None:
         """Leave pulses there for a guard, which speaks where this process cannot. Before it is entered; Linux alone."""
-        self._trace = os.memfd_create("stacks")
         self._pulses, self._slot = pulses, place
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # holds again after this watchdog: a late one ends no process
+            self._trace = os.memfd_create("stacks")
+            faulthandler.register(STACKS_SIGNAL, file=self._trace, all_threads=True)
 
     def share(self, board: Board, *, kept_by: str = "") -> None:
         """Exchange beats with the other ranks from now on; `kept_by` is the process without which none could."""
@@ -133,16 +136,9 @@ class Watchdog:
         return beat
 
     def _pulse(self, beat: Beat) -> None:
-        """Leave a pulse, and let Python's C code write the stacks if the next ones do not come."""
         main = beat.thread(MAIN)
         if self._pulses is None or main is None:
             return
-        # Due is always 0.5 to 0.75 of the limit ahead: that of another phase may have been much longer.
-        if not 0.5 * main.limit <= self._due - time.monotonic() <= 0.75 * main.limit and not beat.ended:
-            self._due = time.monotonic() + 0.75 * main.limit
-            os.ftruncate(self._trace, 0)
-            os.lseek(self._trace, 0, os.SEEK_SET)
-            faulthandler.dump_traceback_later(0.75 * main.limit, file=self._trace)
         pulse = Pulse(
             number=beat.number,
             pid=beat.pid,
