@@ -16,17 +16,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.patience import within
-from megatronish.launch.pulse import SLOT, STACKS_SIGNAL, Pulse, Pulses, is_stopped, why_silent
+from megatronish.launch.pulse import SLOT, STACKS_SIGNAL, Pulse, Pulses, memory_file, state_of, why_silent
 
 LOOK_SECONDS = 0.5
-PATIENCE = 1.25  # beyond the limit of a phase, for a watchdog to say it better
+PATIENCE = 1.25  # beyond the limit of a phase, for a watchdog to say it better; reading stacks may take a second more
 _MOST = 4  # ranks that are described
 _FRAMES = 5
-_STACKS_LOOKS = 6  # at intervals of 0.05 s, until all stacks are written
+_BEGIN = "most recent call first"  # of what C code of Python writes
+_STACKS_SECONDS = 1.0  # for processes to write their stacks: on busy cores that takes a while
 
 
 class Guard:
@@ -60,7 +61,9 @@ class Guard:
         pulses = {place: self._newest[place][0] for place in silent}
         why = {place: why_silent(pulse.pid) for place, pulse in pulses.items()}  # before a signal changes it
         stacks = _written_stacks(pulses)
-        return {place: _sentence(pulse, silent[place], why[place], stacks[place]) for place, pulse in pulses.items()}
+        return {
+            place: _sentence(pulse, silent[place], why[place], stacks.get(place, "")) for place, pulse in pulses.items()
+        }
 
     def flag(self, place: int) -> str:
         """How long a rank may be silent, and by which flag."""
@@ -81,42 +84,53 @@ def report_of(sentences: Mapping[int, str], flag: str) -> str:
     return "\n".join(["the run hangs: " + lines[0], *lines[1:], flag])
 
 
-def _sentence(pulse: Pulse, seconds: float, why: str, stacks: str) -> str:
-    stack = _main_stack(stacks)
+def _sentence(pulse: Pulse, seconds: float, why: str, written: str) -> str:
+    stack = _stack_of(written)
     seen = re.sub(r"\. Its stack: .*", "", pulse.seen, flags=re.DOTALL) if stack else pulse.seen
     return f"{pulse.who} is silent for {seconds:.0f} s: process {pulse.pid} {why}. It was last seen {seen}{stack}"
 
 
 def _written_stacks(silent: Mapping[int, Pulse]) -> dict[int, str]:
-    """What each of some processes writes of its stacks when it is asked, now that they are to be ended; "" if nothing.
+    """What main threads of some processes write of their stacks when they are asked; nothing of those that cannot be.
 
     C code of Python reads frames while it writes them: that is safe only where they do not change. So no timer of the
-    process does it, which would be over just when a stopped process runs again; and no process is asked that may still
-    come to life, for a signal ends the waits of native code.
+    process does it, which would be over just when a stopped process runs again. And none is asked before its run is to
+    be ended, for a signal ends the waits of native code.
     """
-    stacks = dict.fromkeys(silent, "")
-    for pulse in silent.values():
-        if pulse.trace >= 0 and not is_stopped(pulse.pid):
+    stacks: dict[int, str] = {}
+    with contextlib.ExitStack() as files:
+        # They are opened first: a process whose wait has ended may be gone before they are read.
+        asked = {place: file for place, pulse in silent.items() if (file := _opened(pulse, files)) is not None}
+        for place in asked:
             with contextlib.suppress(OSError):
-                os.kill(pulse.pid, STACKS_SIGNAL)
-    for _ in range(_STACKS_LOOKS):
-        time.sleep(0.05)
-        before, stacks = stacks, {place: _stacks_of(pulse) for place, pulse in silent.items()}
-        if stacks == before and all(stacks.values()):
-            break
+                os.kill(silent[place].pid, STACKS_SIGNAL)
+        deadline, is_whole = time.monotonic() + _STACKS_SECONDS, not asked
+        while not is_whole and time.monotonic() < deadline:
+            time.sleep(0.02)
+            before, stacks = stacks, {place: _text_of(file) for place, file in asked.items()}
+            is_whole = stacks == before and all(_BEGIN in text for text in stacks.values())
     return stacks
 
 
-def _stacks_of(pulse: Pulse) -> str:
+def _opened(pulse: Pulse, files: contextlib.ExitStack) -> BinaryIO | None:
+    """The file for the stack of a process that can write there; None if it cannot, or is another one by now."""
+    path = Path(f"/proc/{pulse.pid}/fd/{pulse.trace}")
     try:
-        return Path(f"/proc/{pulse.pid}/fd/{pulse.trace}").read_text(errors="replace") if pulse.trace >= 0 else ""
+        if pulse.trace < 0 or state_of(pulse.pid) not in ("R", "S") or not str(path.readlink()).startswith("/memfd:"):
+            return None
+        return files.enter_context(path.open("rb", buffering=0))
     except OSError:
-        return ""
+        return None
 
 
-def _main_stack(text: str) -> str:
-    """The stack of the main thread, which is the last one of a text."""
-    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text.rpartition("most recent call first")[2])
+def _text_of(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _stack_of(text: str) -> str:
+    """The stack in words, of the thread that got the signal: the main one, which the system prefers."""
+    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text.partition(_BEGIN)[2])
     lines = [f"{'/'.join(Path(file).parts[-2:])}:{line} {function}" for file, line, function in frames[:_FRAMES]]
     return f". Its stack: {' < '.join(lines)}" if lines else ""
 
@@ -125,7 +139,7 @@ class OwnGuard:
     """Process that guards the rank of this process, and its pulses; it writes to the descriptor `terminal`."""
 
     def __init__(self, terminal: int) -> None:
-        descriptor = os.memfd_create("pulses", 0)
+        descriptor = memory_file("pulses")
         os.ftruncate(descriptor, SLOT)
         self.pulses = Pulses(1, descriptor)
         root = str(Path(__file__).parents[2])
@@ -173,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             report = report_of(sentences, guard.flag(0))
             within(1.0, partial(os.write, 2, f"{report}\n".encode()), otherwise=0)
             within(1.0, partial(report_to_torchrun, report), otherwise=None)
-            with contextlib.suppress(OSError):
-                os.kill(parent, signal.SIGKILL)
+            if os.getppid() == parent:
+                with contextlib.suppress(OSError):
+                    os.kill(parent, signal.SIGKILL)
             os._exit(0)

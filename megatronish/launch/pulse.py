@@ -7,6 +7,7 @@ process is silent is what the system says of its state (`why_silent`).
 
 import json
 import mmap
+import os
 import signal
 import sys
 import zlib
@@ -15,7 +16,8 @@ from pathlib import Path
 from struct import Struct
 
 SLOT = 4096
-STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # a real-time one: no launcher, library or user sends it
+STACKS_SIGNAL = signal.SIGRTMIN + 9 if sys.platform == "linux" else 0
+"""At it a rank writes the stack of its main thread. A real-time signal, which no launcher is known to send."""
 _HEAD = Struct("<II")  # length and sum of the text behind it
 
 
@@ -24,7 +26,7 @@ class Pulse:
     """State of a rank in words: `who` it is and where it was `seen`, with the limit of its phase and the flag of that.
 
     `number` grows with every pulse. `trace` is the descriptor, in its process, of a file where STACKS_SIGNAL adds the
-    stacks of its threads; -1 where the signal must not be sent.
+    stack of its main thread; -1 where the signal must not be sent.
     """
 
     number: int
@@ -60,6 +62,15 @@ class Pulses:
         length, checksum = _HEAD.unpack_from(self._memory, begin)
         text = self._memory[begin + _HEAD.size : begin + _HEAD.size + min(length, SLOT - _HEAD.size)]
         return Pulse(**json.loads(text)) if length and zlib.crc32(text) == checksum else None
+
+
+def memory_file(name: str) -> int:
+    """Descriptor of a new file in memory; OSError where there is none."""
+    create = getattr(os, "memfd_create", None)  # a Python that was built for an old glibc has none
+    if create is None:
+        raise OSError("this Python has no os.memfd_create")
+    descriptor: int = create(name)
+    return descriptor
 
 
 def pulses_of_children(count: int, start_method: str) -> Pulses | None:

@@ -49,7 +49,7 @@ def watchdog_of(config: Config, place: Place, record: RankRecord, pulses: Pulses
 
     watchdog = Watchdog(record, limits, config.layout, rank=place.rank, leave=place.leave, on_report=keep)
     if pulses is not None:
-        with suppress(OSError):  # no memory file: the guard speaks for the other ranks
+        with suppress(OSError):  # no memory file: its pulses come without stacks
             watchdog.pulse_to(pulses, place.rank if pulses.count > 1 else 0)
     return watchdog
 

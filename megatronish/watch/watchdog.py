@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatronish.core.layout import Layout
-from megatronish.launch.pulse import STACKS_SIGNAL, Pulse, Pulses
+from megatronish.launch.pulse import STACKS_SIGNAL, Pulse, Pulses, memory_file
 from megatronish.watch.hang_diagnosis import Culprit, RanksSeen, RankWords, different, verdict
 from megatronish.watch.heartbeat import REPORT, Beat, Board, ThreadBeat, bare_beat, beat_of
 from megatronish.watch.observer import MAIN, HangLimits, Observer, birth_of
@@ -86,12 +86,17 @@ class Watchdog:
             self._trace = -1
 
     def pulse_to(self, pulses: Pulses, place: int) -> None:
-        """Leave pulses there for a guard, which speaks where this process cannot. Before it is entered; Linux alone."""
+        """Leave pulses there for a guard, which speaks where this process cannot. Before it is entered; Linux alone.
+
+        With stacks if this is called in the main thread. OSError where no file can have them: pulses come without.
+        """
         self._pulses, self._slot = pulses, place
         if threading.current_thread() is threading.main_thread():
-            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # holds again after this watchdog: a late one ends no process
-            self._trace = os.memfd_create("stacks")
-            faulthandler.register(STACKS_SIGNAL, file=self._trace, all_threads=True)
+            trace = memory_file("stacks")
+            if signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:
+                signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # again after this watchdog: a late one ends no process
+            self._trace = trace
+            faulthandler.register(STACKS_SIGNAL, file=self._trace, all_threads=False)
 
     def share(self, board: Board, *, kept_by: str = "") -> None:
         """Exchange beats with the other ranks from now on; `kept_by` is the process without which none could."""

@@ -194,7 +194,8 @@ def keeping_the_lock(_rank: int, step: int, file: str) -> None:
 
     def act(*_: Any, **__: Any) -> None:
         planted.begins()
-        ctypes.PyDLL(None).sleep(int(FOREVER))
+        while True:  # the signal of a guard ends one of them
+            ctypes.PyDLL(None).sleep(int(FOREVER))
 
     _before(Engine, "step", act, lambda *_, num_steps_done, **__: num_steps_done == step)
 
