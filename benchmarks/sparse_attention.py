@@ -57,7 +57,7 @@ def by_sdpa(mask: AttentionMask | None) -> Attend:
 
 
 def by_blocks(mask: AttentionMask) -> Attend:
-    """The way of attention/windowed.py or block_sparse.py."""
+    """The way of ops/windowed.py or attention/block_sparse.py."""
     return lambda q, k, v: attend_alone(q, k, v, mask=mask)
 
 

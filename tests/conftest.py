@@ -66,13 +66,14 @@ def leave_out_processes(config: pytest.Config, items: list[pytest.Item]) -> None
     """Deselect the tests that start processes, and let no other start one."""
     import processes  # late: it is found by the path that is made above
 
-    from megatronish.ops.native import native
+    from megatronish.ops.native import SOURCES, native
 
     processes.mark_starters(items)
     left_out = [item for item in items if item.get_closest_marker("processes") is not None]
     items[:] = [item for item in items if item.get_closest_marker("processes") is None]
     config.hook.pytest_deselected(items=left_out)
-    native()  # compiled here if it is not yet, as no test may start the compiler
+    for name in SOURCES:
+        native(name)  # compiled here if it is not yet, as no test may start the compiler
     processes.forbid_processes()
 
 

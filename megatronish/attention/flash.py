@@ -37,10 +37,10 @@ from megatronish.attention.dropout_attention import dropped_attention
 from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.mask import BLOCK, AttentionMask, slopes_on
 from megatronish.attention.sinks import sink_attention
-from megatronish.attention.windowed import is_windowed, windowed_attention
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.ops.compiled import compile_function
 from megatronish.ops.dropout import ProbabilityDropout
+from megatronish.ops.windowed import can_run_windowed, windowed_attention
 
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256  # of flash attention, and of FlexAttention with the sizes of blocks that it has for them
@@ -80,7 +80,7 @@ def attend_alone(
     """
     explicit = backend in ("fused_softmax", "unfused") or cap is not None
     has_blocks = mask.pattern is not None if dropout is not None else mask.runs_by_blocks(q.device)
-    if has_blocks and not explicit and dropout is None and sinks is None and is_windowed(mask, q):
+    if has_blocks and not explicit and dropout is None and sinks is None and mask.is_window and can_run_windowed(q):
         assert mask.window_size is not None
         return windowed_attention(q, k, v, window=mask.window_size)
     if has_blocks and not explicit:

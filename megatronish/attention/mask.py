@@ -94,6 +94,11 @@ class AttentionMask:
         return self.window_size is not None and self.window_size < self.seq_length
 
     @property
+    def is_window(self) -> bool:
+        """Whether a token sees a window of tokens before it, and that is all."""
+        return self.window_size is not None and not (self.pattern or self.slopes) and self.document_ids is None
+
+    @property
     def needs_dense(self) -> bool:
         """Whether the mask of the whole sequence is more than plain: one query at the end sees all of it."""
         return not (self.is_plain and self.first_query in (0, self.seq_length - 1))

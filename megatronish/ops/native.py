@@ -1,9 +1,9 @@
-"""Library of the operators' C++ implementations for the CPU, built where one of them is first called; and their calls.
+"""Libraries of operators in C++ for the CPU, each built where it is first called; and the calls of dropout's.
 
-One small file without a header of torch: a compiler needs about a second for it, once for each user, kind of CPU and
-version of the file. The library is kept in the user's cache folder. Of processes that start together one builds, under
-a lock, and the others wait for it. Where no compiler is found, or it fails, the operators run on their references in
-torch, which draw the same masks; that is no error, and the first lines of a run tell the reason.
+Small files without a header of torch: a compiler needs a second or two for one, once for each user, kind of CPU and
+version of the file. The libraries are kept in the user's cache folder. Of processes that start together one builds,
+under a lock, and the others wait for it. Where no compiler is found, or it fails, the operators run on their references
+in torch, which draw the same masks; that is no error, and the first lines of a run tell the reason.
 """
 
 import ctypes
@@ -24,9 +24,13 @@ from torch import Tensor
 from megatronish.core.private import cache_folder, is_own, locked
 from megatronish.ops.build import BuildError, find_compiler
 
-SOURCE = Path(__file__).with_name("dropout.cpp")
-# A product is rounded before it is added: as in torch, whatever the CPU.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+SOURCES = {
+    # A product is rounded before it is added: as in torch, whatever the CPU.
+    "dropout": (Path(__file__).with_name("dropout.cpp"), "-ffp-contract=off"),
+    "windowed": (Path(__file__).with_name("windowed.cpp"), "-ffp-contract=fast"),
+}
+"""Source of each library, with a flag of its own."""
 # The CPU's own instructions, wide vectors, and threads: those of these that the compiler knows, the most first.
 WISHES = (
     ("-march=native", "-mprefer-vector-width=512", "-fopenmp"),
@@ -38,48 +42,54 @@ COMPILER_SECONDS = 60
 
 
 class Native(NamedTuple):
-    """The loaded library, or the reason why there is none."""
+    """A loaded library, or the reason why there is none."""
 
     library: ctypes.CDLL | None
     reason: str | None = None
 
 
 @cache
-def native() -> Native:
-    """The library, built and loaded once in a process."""
+def native(name: str = "dropout") -> Native:
+    """A library of SOURCES, built and loaded once in a process."""
     if os.environ.get("MEGATRONISH_KERNELS") == "0":
         return Native(None, "MEGATRONISH_KERNELS is 0")
     try:
-        return Native(ctypes.CDLL(str(_built())))
+        return Native(ctypes.CDLL(str(_built(name))))
     except (BuildError, OSError, subprocess.SubprocessError) as error:
         return Native(None, str(error).splitlines()[0])
 
 
-def _built() -> Path:
+def _built(name: str) -> Path:
     """Path of the library for this CPU, compiled where it is not there yet."""
-    compiler, source = find_compiler(), SOURCE.read_text(encoding="utf-8")
+    source, *flags = SOURCES[name]
+    compiler = find_compiler()
     real = Path(compiler).resolve()
-    parts = (source, repr((FLAGS, WISHES)), f"{real} {real.stat().st_size} {real.stat().st_mtime_ns}", _cpu())
+    parts = (
+        source.read_text(encoding="utf-8"),
+        repr((FLAGS, flags, WISHES)),
+        f"{real} {real.stat().st_size} {real.stat().st_mtime_ns}",
+        _cpu(),
+    )
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    output = cache_folder() / f"dropout-{key}.so"
+    output = cache_folder() / f"{name}-{key}.so"
     if not is_own(output):
         with locked(output.with_suffix(".lock")):
             if not is_own(output):  # built by another process, while this one waited
-                _compile(compiler, output)
+                _compile([compiler, *FLAGS, *flags], source, output)
     return output
 
 
-def _compile(compiler: str, output: Path) -> None:
+def _compile(start: Sequence[str], source: Path, output: Path) -> None:
     """The file appears at once and whole: another process may not find a part of it."""
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         fresh = Path(folder) / output.name
         for wishes in WISHES:
-            command = [compiler, *FLAGS, *wishes, str(SOURCE), "-o", str(fresh)]
+            command = [*start, *wishes, str(source), "-o", str(fresh)]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILER_SECONDS)
             if done.returncode == 0:
                 fresh.replace(output)
                 return
-    raise BuildError(f"{compiler} does not compile {SOURCE.name}: {done.stderr.strip() or done.returncode}")
+    raise BuildError(f"{start[0]} does not compile {source.name}: {done.stderr.strip() or done.returncode}")
 
 
 def _cpu() -> str:

@@ -9,10 +9,9 @@ from documents import documents_of
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatronish.attention import block_sparse, operations, windowed
+from megatronish.attention import block_sparse, operations
 from megatronish.attention.block_sparse import block_attention
 from megatronish.attention.explicit import explicit_attention
-from megatronish.attention.flash import attend_alone
 from megatronish.attention.mask import AttentionMask, alibi_slopes
 from megatronish.specs.block_pattern import BlockPattern
 
@@ -60,30 +59,10 @@ def test_it_is_attention_under_a_dense_mask(name: str, others: str) -> None:
     sinks = others in ("sinks", "all")
     assert mask.runs_by_blocks(CPU)
     q, k, v, sink, dout = tensors()
-    out = attend_alone(q, k, v, mask=mask, sinks=sink if sinks else None)
+    out = block_attention(q, k, v, mask=mask, sinks=sink if sinks else None)
     found = [out.detach(), *torch.autograd.grad(out, (q, k, v, *([sink] if sinks else [])), dout)]
     for actual, expected in zip(found, by_dense_mask(mask, sinks=sinks), strict=True):
         assert (actual - expected).abs().max() <= 1e-6 * max(1.0, float(expected.abs().max()))
-
-
-BANDS = [(300, 64), (512, 128), (1030, 257), (1000, 131)]
-"""Lengths and windows: of short and long blocks, the last of them whole or ragged."""
-
-
-@pytest.mark.parametrize(("length", "window"), BANDS)
-def test_a_window_in_bands_is_attention_under_a_dense_mask(length: int, window: int) -> None:
-    """Outputs and gradients, in float64 within 1e-13 of the largest element."""
-    q, k, v, _, dout = (x.detach().double().requires_grad_() for x in tensors(length))
-    mask = AttentionMask(length, window)
-    assert windowed.is_windowed(mask, q) and windowed.is_windowed(mask, q.float())
-    assert not windowed.is_windowed(mask, q.bfloat16())
-    out = attend_alone(q, k, v, mask=mask)
-    by_mask = explicit_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), mask=mask, fused=False)
-    expected = by_mask.permute(2, 0, 1, 3).flatten(2)
-    pairs = [(out, expected)]
-    pairs += zip(*(torch.autograd.grad(each, (q, k, v), dout) for each in (out, expected)), strict=True)
-    for actual, right in pairs:
-        assert (actual - right).abs().max() <= 1e-13 * max(1.0, float(right.abs().max()))
 
 
 def test_what_is_not_sparse_or_not_on_a_cpu_runs_elsewhere() -> None:
@@ -96,22 +75,15 @@ def test_what_is_not_sparse_or_not_on_a_cpu_runs_elsewhere() -> None:
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-    """Scores that are computed for a head, by flash operations or in bands, and the largest tensor made, in bytes."""
+    """Scores that are computed for a head of a sample, and the largest tensor that is made, in bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flash_scores, self.bands, self.largest = 0, 0, 0
-
-    @property
-    def scores(self) -> int:
-        """Of one head of one sample."""
-        return self.flash_scores + self.bands // (2 * HEADS)
+        self.scores, self.largest = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-            self.flash_scores += args[0].shape[2] * args[1].shape[2]
-        elif func is torch.ops.aten._softmax.out:
-            self.bands += args[0].numel()
+            self.scores += args[0].shape[2] * args[1].shape[2]
         out = func(*args, **(kwargs or {}))
         for each in out if isinstance(out, tuple | list) else (out,):
             if isinstance(each, Tensor):
@@ -132,14 +104,11 @@ def test_work_and_memory_grow_with_the_sequence_and_not_with_its_square(name: st
             return x
 
         with Watch() as watch, saved_tensors_hooks(keep, lambda x: x):
-            torch.autograd.grad(attend_alone(q, k, v, mask=mask), (q, k, v), dout)
+            torch.autograd.grad(block_attention(q, k, v, mask=mask), (q, k, v), dout)
         found.append([watch.scores, watch.largest, kept])
     short, long = found
     assert all(more <= 4.3 * few for few, more in zip(short, long, strict=True))
-    most = 4096 * 2 * HEADS * SIZE * 4
-    if name == "a window longer than a block":
-        most = max(most, windowed.TOGETHER * (131 + 2 * windowed.BLOCK) * 4)
-    assert long[1] <= most, "nothing is larger than the queries, or than the scores of a few blocks"
+    assert long[1] <= 4096 * 2 * HEADS * SIZE * 4, "nothing is larger than the queries"
 
 
 @pytest.mark.parametrize(("name", "most"), [("a window longer than a block", 1.5), ("sliding", 1.35), ("fixed", 1.5)])
@@ -148,7 +117,7 @@ def test_little_is_computed_that_is_not_seen(name: str, most: float) -> None:
     q, k, v, *_ = tensors(2048)
     mask = AttentionMask(2048, **SIGHTS[name])
     with Watch() as watch, torch.no_grad():
-        attend_alone(q, k, v, mask=mask)
+        block_attention(q, k, v, mask=mask)
     places = torch.arange(2048)
     assert watch.scores <= most * int(mask.dense(places, places).sum())
 
@@ -161,7 +130,7 @@ def test_layers_that_share_a_mask_make_its_edge_once(monkeypatch: pytest.MonkeyP
     for dtype in (torch.float32, torch.float32, torch.bfloat16):
         q, k, v, *_ = tensors(dtype=dtype)
         with torch.no_grad():
-            attend_alone(q, k, v, mask=mask)
+            block_attention(q, k, v, mask=mask)
     assert made == [torch.float32, torch.bfloat16]
 
 
@@ -196,31 +165,6 @@ def unmasked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operations, "_bias", lambda q, tile_mask, **how: bias_of(q, tile_mask._replace(bias=None), **how))
 
 
-def a_key_late(patch: pytest.MonkeyPatch) -> None:
-    """What a query of a band sees begins and ends a key too early."""
-    of = windowed._Band.of
-    patch.setattr(
-        windowed._Band, "of", lambda q, window: of(q, window)._replace(hidden=of(q, window).hidden.roll(-1, 1))
-    )
-
-
-def before_the_beginning(patch: pytest.MonkeyPatch) -> None:
-    """The zeros before a sequence are keys, too."""
-    probabilities = windowed._Band.probabilities
-    late = lambda self, q, k, first, out: probabilities(self, q, k, first + 100, out)  # noqa: E731
-    patch.setattr(windowed._Band, "probabilities", late)
-
-
-def last_terms_lost(patch: pytest.MonkeyPatch) -> None:
-    """Keys of a block get no gradient from the blocks of queries that follow."""
-    add = windowed._Band.add
-
-    def planted(self: Any, sums: Tensor, terms: Tensor, first: int) -> None:
-        add(self, sums, torch.cat((torch.zeros_like(terms[:, : self.before]), terms[:, self.before :]), dim=1), first)
-
-    patch.setattr(windowed._Band, "add", planted)
-
-
 MISTAKES = [
     (unscattered, "fixed"),
     (shifted, "a short window"),
@@ -235,14 +179,6 @@ def test_a_mistake_is_found(mistake: Any, name: str) -> None:
         mistake(patch)
         with pytest.raises(AssertionError):
             test_it_is_attention_under_a_dense_mask(name, "nothing")
-
-
-@pytest.mark.parametrize("mistake", [a_key_late, before_the_beginning, last_terms_lost])
-def test_a_mistake_in_bands_is_found(mistake: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        mistake(patch)
-        with pytest.raises(AssertionError):
-            test_a_window_in_bands_is_attention_under_a_dense_mask(1030, 257)
 
 
 @pytest.fixture(autouse=True)

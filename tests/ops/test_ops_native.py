@@ -119,8 +119,8 @@ def test_threads_are_those_of_torch() -> None:
     assert len(files) <= 1
 
 
-def test_the_source_lies_in_the_package() -> None:
-    assert module.SOURCE.is_file() and module.SOURCE.parent.name == "ops"
+def test_the_sources_lie_in_the_package() -> None:
+    assert all(path.is_file() and path.parent.name == "ops" for path, *_ in module.SOURCES.values())
 
 
 @needs_compiler

@@ -37,7 +37,6 @@ from theorem_cases import (
     spread_of,
 )
 
-from megatronish.attention.windowed import LEAST_WINDOW
 from megatronish.core.layout import Layout
 
 
@@ -97,20 +96,20 @@ def test_positions_that_hold_the_embedding_or_the_head_alone_train_the_same_mode
     assert_equal_to_serial(problem, spread_of(layout, chosen))
 
 
-BANDS = [
+LONG_WINDOWS = [
     (Layout(tp=2, cp=2), {"family": "qwen", "cp_comm_type": "a2a", "sequence_parallel": True}),
     (Layout(dp=2, pp=2), {"family": "llama", "schedule": "zb-h1", "recompute": "selective", "num_microbatches": 4}),
 ]
 
 
-@pytest.mark.parametrize(("layout", "others"), BANDS)
-def test_windows_that_are_computed_in_bands_train_the_same_model(layout: Layout, others: Chosen) -> None:
-    """Windows of 70 of 320 tokens: those of the other cases are too short for it."""
+@pytest.mark.parametrize(("layout", "others"), LONG_WINDOWS)
+def test_windows_longer_than_a_block_train_the_same_model(layout: Layout, others: Chosen) -> None:
+    """Windows of 70 of 320 tokens: those of the other cases are shorter than a block of queries."""
     plain = {feature: values[0] for feature, values in choices(layout).items()}
     chosen = plain | {"sight": "window", "dropout": 0.0} | others
     problem = problem_of(layout, chosen)
     assert problem.model.window_size is not None
-    problem = replace(problem, seq_length=320, model=replace(problem.model, window_size=LEAST_WINDOW + 6))
+    problem = replace(problem, seq_length=320, model=replace(problem.model, window_size=70))
     assert_equal_to_serial(problem, spread_of(layout, chosen))
 
 

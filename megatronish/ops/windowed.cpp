@@ -1,0 +1,251 @@
+// Attention in a sliding window on the CPU, in blocks of queries whose scores never leave the cache (windowed.py).
+//
+// Built by native.py where it is first needed, and called through ctypes: plain C++, without a header of torch. A block
+// of queries [b, H] sees the keys of its own places and those of one window before it. All products of a block are made
+// of one small one, `tile`: some rows by some vectors of columns, with the sums in registers. What no query of a tile
+// sees is not computed. Sums are in the order of blocks and keys: equal inputs give equal bits.
+//
+// The layouts: queries, keys, values and what belongs to them [heads, S, H]; of keys and values also "panels"
+// [heads, S / 16, H, 16], whose columns are 16 keys next to each other. S is a multiple of 16, and so is H.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kPanel = 16;   // keys of a panel
+constexpr int64_t kRows = 6;     // rows of a tile: with 16 columns their sums just fill the registers of AVX2
+constexpr int64_t kBlock = 48;   // queries of a block
+constexpr int64_t kChunk = 64;   // keys whose values stay in the first cache
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int kVectors = kPanel / kLanes;
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+
+inline Lanes load(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return lanes;
+}
+
+inline void store(Lanes lanes, float* to) { std::memcpy(to, &lanes, sizeof(lanes)); }
+
+// A factor of a product: element (row, column) is at data[row * by_row + column * by_column].
+struct Factor {
+  const float* data;
+  int64_t by_row, by_column;
+};
+
+// sums[R, 16] (+)= a[R, depth] b[depth, 16], where a row of b is `by_row` further, and one of the sums `width`.
+template <int R>
+void tile(Factor a, const float* b, int64_t by_row, int64_t depth, float* sums, int64_t width, bool adds) {
+  Lanes sum[R][kVectors];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = adds ? load(sums + r * width + v * kLanes) : Lanes{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Lanes row[kVectors];
+    for (int v = 0; v < kVectors; ++v) row[v] = load(b + k * by_row + v * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const float factor = a.data[r * a.by_row + k * a.by_column];
+      for (int v = 0; v < kVectors; ++v) sum[r][v] += factor * row[v];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < kVectors; ++v) store(sum[r][v], sums + r * width + v * kLanes);
+}
+
+void tile_of(int64_t rows, Factor a, const float* b, int64_t by_row, int64_t depth, float* sums, int64_t width,
+             bool adds) {
+  switch (rows) {
+    case 1: return tile<1>(a, b, by_row, depth, sums, width, adds);
+    case 2: return tile<2>(a, b, by_row, depth, sums, width, adds);
+    case 3: return tile<3>(a, b, by_row, depth, sums, width, adds);
+    case 4: return tile<4>(a, b, by_row, depth, sums, width, adds);
+    case 5: return tile<5>(a, b, by_row, depth, sums, width, adds);
+    default: return tile<6>(a, b, by_row, depth, sums, width, adds);
+  }
+}
+
+// exp(x) for x <= 0, within two units in the last place; 0 below -87. NaN stays NaN.
+inline float exponential(float x) {
+  const float bounded = x < -87.0f ? -87.0f : x;
+  const float power = (bounded * 1.44269504f + 12582912.0f) - 12582912.0f;  // the nearest integer
+  const float rest = (bounded - power * 0.693359375f) + power * 2.12194440e-4f;
+  float series = 1.9875691500e-4f;
+  series = series * rest + 1.3981999507e-3f;
+  series = series * rest + 8.3334519073e-3f;
+  series = series * rest + 4.1665795894e-2f;
+  series = series * rest + 1.6666665459e-1f;
+  series = series * rest + 5.0000001201e-1f;
+  series = series * rest * rest + rest + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(power) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof(scale));
+  return x < -87.0f ? 0.0f : series * scale;
+}
+
+// A block of queries [begin, end), and the keys [first, last) that it sees, from a panel's begin to a panel's end.
+struct Block {
+  int64_t begin, end, first, last, window, size;
+
+  int64_t rows() const { return end - begin; }
+  int64_t width() const { return last - first; }
+  // Keys that the query at this row sees, counted from `first`.
+  int64_t from(int64_t row) const { return std::max<int64_t>(0, begin + row - window + 1) - first; }
+  int64_t to(int64_t row) const { return begin + row + 1 - first; }
+
+  // out[rows, width] = x[rows, H] times panels: of each tile only the panels that its rows see.
+  void scores(const float* x, const float* panels, float* out) const {
+    for (int64_t key = 0; key < width(); key += kPanel)
+      for (int64_t row = 0; row < rows(); row += kRows) {
+        const int64_t count = std::min(kRows, rows() - row);
+        if (key >= to(row + count - 1) || key + kPanel <= from(row)) continue;
+        tile_of(count, {x + row * size, size, 1}, panels + (first + key) * size, kPanel, size,
+                out + row * width() + key, width(), false);
+      }
+  }
+
+  // out[rows, H] = weights[rows, width] times values[S, H].
+  void mix(const float* weights, const float* values, float* out) const {
+    for (int64_t chunk = 0; chunk < width(); chunk += kChunk)
+      for (int64_t column = 0; column < size; column += kPanel)
+        for (int64_t row = 0; row < rows(); row += kRows) {
+          const int64_t count = std::min(kRows, rows() - row), earliest = from(row);
+          const int64_t key = std::max(chunk, earliest);
+          const int64_t depth = std::min(chunk + kChunk, to(row + count - 1)) - key;
+          if (depth <= 0) continue;
+          tile_of(count, {weights + row * width() + key, width(), 1}, values + (first + key) * size + column, size,
+                  depth, out + row * size + column, size, key > earliest);
+        }
+  }
+
+  // sums[S, H] += transposed weights[rows, width] times x[rows, H].
+  void spread(const float* weights, const float* x, float* sums) const {
+    for (int64_t key = 0; key < width(); key += kRows) {
+      const int64_t count = std::min(kRows, width() - key), last_key = first + key + count - 1;
+      const int64_t row = std::max<int64_t>(0, first + key - begin);
+      const int64_t depth = std::min(rows(), last_key + window - begin) - row;
+      if (depth <= 0) continue;
+      for (int64_t column = 0; column < size; column += kPanel)
+        tile_of(count, {weights + row * width() + key, 1, width()}, x + row * size + column, size, depth,
+                sums + (first + key) * size + column, size, true);
+    }
+  }
+
+  // Hide what a row does not see.
+  void hide(float* row_of_scores, int64_t row, float with) const {
+    std::fill(row_of_scores, row_of_scores + from(row), with);
+    std::fill(row_of_scores + to(row), row_of_scores + width(), with);
+  }
+};
+
+Block block_at(int64_t begin, int64_t length, int64_t window, int64_t size) {
+  const int64_t end = std::min(length, begin + kBlock);
+  const int64_t first = std::max<int64_t>(0, begin - window + 1) / kPanel * kPanel;
+  return {begin, end, first, (end + kPanel - 1) / kPanel * kPanel, window, size};
+}
+
+int64_t widest(int64_t window) { return (kBlock + window) / kPanel * kPanel + 2 * kPanel; }
+
+float largest(const float* x, int64_t count) {  // of a multiple of 16
+  float most[kPanel];
+  std::copy(x, x + kPanel, most);
+  for (int64_t n = kPanel; n < count; n += kPanel)
+    for (int64_t lane = 0; lane < kPanel; ++lane) most[lane] = most[lane] < x[n + lane] ? x[n + lane] : most[lane];
+  return *std::max_element(most, most + kPanel);
+}
+
+// x = exp(x - most); returns the sum.
+float exponentials(float* x, int64_t count, float most) {
+  float sums[kPanel] = {};
+  for (int64_t n = 0; n < count; n += kPanel)
+    for (int64_t lane = 0; lane < kPanel; ++lane) {
+      x[n + lane] = exponential(x[n + lane] - most);
+      sums[lane] += x[n + lane];
+    }
+  float sum = 0.0f;
+  for (float each : sums) sum += each;
+  return sum;
+}
+
+}  // namespace
+
+// The struct `_Window` of windowed.py.
+struct Window {
+  int64_t kv_heads, shared, length, size, window;
+  int32_t threads;
+};
+
+extern "C" {
+
+// Queries (times the scale of scores) [kv heads, shared, S, H], panels of keys, values -> out, and the logarithm of the
+// sum of exponentials of each query.
+void windowed_forward(const Window* of, const float* q, const float* key_panels, const float* values, float* out,
+                      float* lse) {
+  const Window w = *of;
+  const int64_t per_head = w.length * w.size;
+#pragma omp parallel for num_threads(w.threads) schedule(static)
+  for (int64_t head = 0; head < w.kv_heads * w.shared; ++head) {
+    std::vector<float> scores(kBlock * widest(w.window));
+    const float *panels = key_panels + head / w.shared * per_head, *v = values + head / w.shared * per_head;
+    for (int64_t begin = 0; begin < w.length; begin += kBlock) {
+      const Block block = block_at(begin, w.length, w.window, w.size);
+      block.scores(q + head * per_head + begin * w.size, panels, scores.data());
+      for (int64_t row = 0; row < block.rows(); ++row) {
+        float* p = scores.data() + row * block.width();
+        block.hide(p, row, -INFINITY);
+        const float most = largest(p, block.width());
+        const float sum = exponentials(p, block.width(), most);
+        lse[head * w.length + begin + row] = most + std::log(sum);
+        const float factor = 1.0f / sum;
+        for (int64_t n = 0; n < block.width(); ++n) p[n] *= factor;
+      }
+      block.mix(scores.data(), v, out + head * per_head + begin * w.size);
+    }
+  }
+}
+
+// The same with panels of values, the gradient of out, and the mean of the gradients of each row of probabilities
+// -> gradients of queries (as they were given), keys and values. The last two are sums, and begin with zeros.
+void windowed_backward(const Window* of, const float* q, const float* key_panels, const float* value_panels,
+                       const float* keys, const float* dout, const float* lse, const float* means, float* dq, float* dk,
+                       float* dv) {
+  const Window w = *of;
+  const int64_t per_head = w.length * w.size;
+#pragma omp parallel for num_threads(w.threads) schedule(static)
+  for (int64_t kv_head = 0; kv_head < w.kv_heads; ++kv_head) {
+    std::vector<float> memory(2 * kBlock * widest(w.window));
+    float *scores = memory.data(), *grads = scores + kBlock * widest(w.window);
+    const int64_t of_kv = kv_head * per_head;
+    for (int64_t head = kv_head * w.shared; head < (kv_head + 1) * w.shared; ++head)
+      for (int64_t begin = 0; begin < w.length; begin += kBlock) {
+        const Block block = block_at(begin, w.length, w.window, w.size);
+        const int64_t at = head * per_head + begin * w.size;
+        block.scores(q + at, key_panels + of_kv, scores);
+        block.scores(dout + at, value_panels + of_kv, grads);
+        for (int64_t row = 0; row < block.rows(); ++row) {
+          float *p = scores + row * block.width(), *d = grads + row * block.width();
+          block.hide(p, row, -INFINITY);
+          block.hide(d, row, 0.0f);
+          const float total = lse[head * w.length + begin + row], mean = means[head * w.length + begin + row];
+          for (int64_t n = 0; n < block.width(); ++n) {
+            p[n] = exponential(p[n] - total);
+            d[n] = p[n] * (d[n] - mean);
+          }
+        }
+        block.spread(scores, dout + at, dv + of_kv);
+        block.mix(grads, keys + of_kv, dq + at);
+        block.spread(grads, q + at, dk + of_kv);
+      }
+  }
+}
+
+}  // extern "C"
