@@ -389,11 +389,16 @@ def endless_tool(folder: Path, *, workers: int = 1) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", *[str(source)] * 1000]
     command += ["--output-prefix", str(folder / "p"), "--tokenizer-type", "bytes", "--workers", str(workers)]
     how: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    # Who starts the tests in the background has SIGINT ignored, and children inherit that.
-    how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    how["preexec_fn"] = heed_signals
     parent = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, **how)
     assert wait_until(lambda: len(list(folder.glob("*.tmp"))) > before)
     return parent
+
+
+def heed_signals() -> None:
+    """Of a child: who starts the tests in the background, or by nohup, has some ignored, which children inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_the_tool_tells_what_it_did_and_how_it_ended(tmp_path: Path) -> None:
