@@ -81,7 +81,7 @@ def context(num_tokens: int) -> Context:
     positions = torch.arange(num_tokens)
     batch = MicroBatch(tokens, tokens, tokens.bool(), positions.unsqueeze(0), torch.zeros(1, dtype=torch.int64))
     mask = AttentionMask(num_tokens, device=tokens.device)
-    return Context(batch, positions=positions, rotation=None, causal_mask=mask, dropout=None)
+    return Context(batch, positions=positions, rotations=None, causal_mask=mask, dropout=None)
 
 
 def their_block(shape: Shape, implementation: str) -> nn.Module:

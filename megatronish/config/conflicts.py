@@ -82,6 +82,7 @@ CONFLICTS = (
 IDLE_ONCE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "num_query_groups": ("group_query_attention", (False,)),
     "rope_scaling_type": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
+    "window_rotary_base": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
     "no_rope_freq": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
     "max_position_embeddings": ("position_embedding_type", ("rope", "alibi", "none")),
 }

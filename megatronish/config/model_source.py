@@ -147,6 +147,7 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
         "max_position_embeddings": model.max_position_embeddings or seq_length,
         "softmax_scale": None if model.score_factor is None else model.softmax_scale,
         "window_attn_skip_freq": _pattern(model.windowed_layers),
+        "window_rotary_base": model.window_rotary_base if model.has_window_rotation else None,
         "no_rope_freq": _pattern(tuple(not rotated for rotated in model.rotated_layers)),
     }
     idle = _idle_fields(model)
@@ -169,7 +170,7 @@ def _idle_fields(model: ModelConfig) -> set[str]:
     if not any(model.expert_layers):
         idle |= {"num_experts", *(name for name in vars(model) if name.startswith("moe_"))}
     if not model.qk_layernorm:
-        idle |= {"qk_layernorm_across_heads", "qk_layernorm_by_head"}
+        idle |= {"qk_layernorm_across_heads", "qk_layernorm_by_head", "qk_layernorm_1p"}
     if not model.is_gated:
         idle |= {"glu_linear_offset", "activation_func_clamp_value"}
     return idle | set().union(*ROPE_SCALING.values()) - set(ROPE_SCALING[model.rope_scaling])

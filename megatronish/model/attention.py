@@ -136,6 +136,7 @@ class Attention(nn.Module):
             kind=config.normalization,
             epsilon=config.norm_epsilon,
             partial=tp.size > 1,
+            one_plus=self.spec.norm_one_plus,
             of_heads=True,
             learned=config.norm_parameters,
         )
@@ -167,8 +168,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if (bound := self.spec.clip) is not None:
             q, k, v = (part.clamp(-bound, bound) for part in (q, k, v))
-        if context.rotation is not None and self.spec.rotary:
-            q, k = (rotate(part, context.rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))
+        if context.rotations is not None and self.spec.rotary:
+            rotation = context.rotations.windowed if self.spec.is_windowed else context.rotations.everywhere
+            q, k = (rotate(part, rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))
         # Every operation of core attention divides scores by the root of the size of a head.
         return q if self.spec.factor is None else q * self.spec.factor, k, v
 

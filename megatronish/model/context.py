@@ -10,7 +10,7 @@ from megatronish.attention.mask import AttentionMask, BidirectionalMask
 from megatronish.attention.zigzag import places_on
 from megatronish.layers.dropout import Dropout, LayerDropout
 from megatronish.model.batch import MicroBatch
-from megatronish.model.rope import RotaryEmbedding, Rotation
+from megatronish.model.rope import RotaryEmbedding, Rotations
 from megatronish.model.routing import RoutingRecord, Tally
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.parallel import comm
@@ -31,7 +31,7 @@ class Context:
 
     batch: MicroBatch
     positions: Tensor
-    rotation: Rotation | None
+    rotations: Rotations | None
     causal_mask: AttentionMask
     dropout: LayerDropout | None = None
     cache: KeyValueCache | None = None
@@ -111,7 +111,7 @@ def make_context(
     return Context(
         batch=batch,
         positions=torch.cat([comm.piece_of(side, tp.sequence_axis) for side in positions.split(sides)]),
-        rotation=None if rotary is None else rotary(batch.position_ids),
+        rotations=None if rotary is None else rotary(batch.position_ids),
         causal_mask=masks.of(batch, seq_length=seq_length, cache=cache),
         cache=cache,
         routing=RoutingRecord(cp, tally),

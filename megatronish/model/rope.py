@@ -6,6 +6,7 @@ all alike (linear), or the low ones alone (llama3, yarn).
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,18 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
+class Rotations(NamedTuple):
+    """Rotation in layers that see everything, and in those with a window or pattern."""
+
+    everywhere: Rotation
+    windowed: Rotation
+
+
 class RotaryEmbedding:
     """Rotary position embedding of a model: its frequencies, computed once, and the rotations of given positions.
+
+    Layers with a window or pattern may have a base of their own, and are not stretched then: no two of their tokens are
+    far from each other.
 
     It is no module and its frequencies are no buffer: they are neither saved nor cast, and stay fp32 in a model of any
     precision. The first use on a device copies them there, and they stay.
@@ -35,9 +46,19 @@ class RotaryEmbedding:
         with CPU:
             frequencies, self._factor = _frequencies(config)
         self._frequencies = {CPU: frequencies}
+        self._windowed: RotaryEmbedding | None = None
+        if config.has_window_rotation:
+            assert config.window_rotary_base is not None
+            base = config.window_rotary_base
+            local = replace(config, rotary_base=base, rope_scaling_type="none", window_rotary_base=None)
+            self._windowed = RotaryEmbedding(local)
 
-    def __call__(self, position_ids: Tensor) -> Rotation:
-        """[B, S] -> the rotation of every position, [S, B, 1, pairs]."""
+    def __call__(self, position_ids: Tensor) -> Rotations:
+        """[B, S] -> the rotations of every position, [S, B, 1, pairs] each."""
+        everywhere = self._rotation(position_ids)
+        return Rotations(everywhere, everywhere if self._windowed is None else self._windowed._rotation(position_ids))
+
+    def _rotation(self, position_ids: Tensor) -> Rotation:
         angles = position_ids.t()[..., None, None].float() * self._on(position_ids.device)
         return Rotation(angles.cos() * self._factor, angles.sin() * self._factor)
 

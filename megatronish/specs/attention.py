@@ -85,6 +85,8 @@ class AttentionSpec:
     """All heads are normalised at once."""
     norm_by_head: bool = False
     """Each head has a weight of its own."""
+    norm_one_plus: bool = False
+    """The weight of a norm of heads is stored as w - 1."""
     clip: float | None = None
     """Bound of queries, keys and values on both sides."""
     qkv_bias: bool = True
@@ -109,6 +111,7 @@ class AttentionSpec:
             qk_norm=model.qk_layernorm,
             norm_across_heads=model.qk_layernorm_across_heads,
             norm_by_head=model.qk_layernorm_by_head,
+            norm_one_plus=model.qk_layernorm_1p,
             clip=model.clip_qkv,
             qkv_bias=model.qkv_bias,
             out_bias=model.attention_bias,
@@ -117,6 +120,11 @@ class AttentionSpec:
             factor=model.score_factor,
             cap=model.attn_logit_softcapping,
         )
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a token does not see all before it."""
+        return self.window is not None or self.pattern is not None
 
     @property
     def sections(self) -> dict[str, int]:

@@ -14,7 +14,20 @@ from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.family import ConfigJson
 
 NEWER = (
-    *("gemma", "gpt_neox", "olmo2", "granite", "gemma2", "glm4", "starcoder2", "smollm3", "phi", "phi3", "olmo"),
+    *(
+        "gemma",
+        "gpt_neox",
+        "olmo2",
+        "granite",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "starcoder2",
+        "smollm3",
+        "phi",
+        "phi3",
+        "olmo",
+    ),
     *("stablelm", "cohere", "gptj", "opt", "nemotron", "helium", "seed_oss", "exaone4", "ernie4_5", "cohere2", "olmo3"),
 )
 CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -46,6 +59,8 @@ def test_a_config_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
         ("granite", {"softmax_scale": 1.0, "residual_multiplier": 1.0, "logits_multiplier": 1.0}),
         ("gemma2", {"norm_placement": "sandwich", "window_size": 4096, "score_factor": None, **CAPPED}),
         ("gemma2", {"windowed_layers": (True, False) * 13}),
+        ("gemma3_text", {"windowed_layers": ((True,) * 5 + (False,)) * 4 + (True, True), "qk_layernorm": True}),
+        ("gemma3_text", {"rotary_base": 1e6, "window_rotary_base": 1e4, "has_window_rotation": True}),
         ("glm4", {"norm_placement": "sandwich", "rotary_percent": 0.5, "rotary_interleaved": True, "qkv_bias": True}),
         ("starcoder2", {"activation": "gelu_tanh", "normalization": "LayerNorm", "linear_bias": True}),
         ("smollm3", {"rotated_layers": (True, True, True, False) * 9, "rotary_base": 2e6}),
@@ -113,6 +128,23 @@ def test_what_is_written_has_no_meaning_of_a_default() -> None:
         written("gemma2", softmax_scale=0.08)
 
 
+def test_two_ropes_are_read_in_each_spelling(tmp_path: Path) -> None:
+    """That of transformers 4, where a scaling is of layers without a window, and the nested one of transformers 5."""
+    linear = {"rope_type": "linear", "factor": 8.0}
+    older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": linear}
+    full, sliding = {**linear, "rope_theta": 1e6}, {"rope_type": "default", "rope_theta": 1e4}
+    newer = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    models = [model_of(tmp_path, {"model_type": "gemma3_text", **keys}) for keys in (older, newer)]
+    assert models[0] == models[1] and models[0].rope_scaling == "linear" and models[0].window_rotary_base == 1e4
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    stretched = model_of(tmp_path, {"model_type": "olmo3", "rope_scaling": yarn})
+    assert (stretched.rope_scaling, stretched.window_rotary_base, stretched.rotary_base) == ("yarn", 5e5, 5e5)
+    ropes = written("olmo3", rope_scaling_type="yarn", rope_scaling_factor=4.0, window_rotary_base=5e5)[
+        "rope_parameters"
+    ]
+    assert ropes["full_attention"]["rope_type"] == "yarn" and ropes["sliding_attention"]["rope_type"] == "default"
+
+
 def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Path) -> None:
     scaled = {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     origin = {"model_type": "llama", **scaled}
@@ -156,10 +188,16 @@ def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Pa
         ("cohere2", {"layer_types": ["full_attention"] * 40}, "leaves no layer with a window, and so none with RoPE"),
         (
             "olmo3",
-            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}},
-            "gives some layers another RoPE than others",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "stretches RoPE in the layers with a window, which is not supported",
         ),
-        ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "stretches RoPE in the layers without a window"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"chunked": {"rope_theta": 1.0}}},
+            "must have an object for full_attention",
+        ),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),
+        ("gemma3_text", {"rope_local_base_freq": "ten"}, "must be a number that is not negative"),
         ("olmo3", {"rope_parameters": {"rope_theta": 1.0}}, "must have an object for each kind of layer"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "gives layers a window, which this family does not"),
         ("gptj", {"is_causal": False}, "is_causal=false is not supported: a decoder sees what comes before alone"),

@@ -482,8 +482,8 @@ def test_the_frequencies_of_rope_are_computed_once_and_stay_in_fp32_whatever_the
         model = GPT(LLAMA, vocab_size=VOCABULARY, num_positions=S)
     assert not list(model.buffers()) and model.rotary is not None
     positions = torch.arange(S)[None]
-    first, second = (model.bfloat16().rotary(positions) for _ in range(2))
-    expected = RotaryEmbedding(LLAMA)(positions)
+    first, second = (model.bfloat16().rotary(positions).everywhere for _ in range(2))
+    expected = RotaryEmbedding(LLAMA)(positions).everywhere
     for found in (first, second):
         assert torch.equal(found.cos, expected.cos) and torch.equal(found.sin, expected.sin)
         assert found.cos.dtype == torch.float32 and found.cos.device.type == "cpu"

@@ -104,6 +104,17 @@ def newer_configs() -> dict[str, transformers.PreTrainedConfig]:
         "gemma2-uncapped": t.Gemma2Config(
             **_SIZES, attn_logit_softcapping=None, final_logit_softcapping=None, pad_token_id=None
         ),
+        "gemma3_text": t.Gemma3TextConfig(
+            **_SIZES,
+            query_pre_attn_scalar=7,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+            },
+            pad_token_id=None,
+        ),
         "glm4": t.Glm4Config(**_SIZES, pad_token_id=None),
         "starcoder2": t.Starcoder2Config(**small, sliding_window=5),
         "starcoder2-unbiased": t.Starcoder2Config(**small, use_bias=False),

@@ -77,7 +77,7 @@ def test_positions_turn_by_the_same_angles(tmp_path: Path, scaling: dict[str, An
     frequencies_of = peer.modeling_rope_utils.ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]]
     frequencies, factor = frequencies_of(theirs, "cpu")
     positions = torch.tensor([[0, 1, 17, 40]])
-    turn = RotaryEmbedding(ModelConfig(**read_hf_config(folder).model))(positions)
+    turn = RotaryEmbedding(ModelConfig(**read_hf_config(folder).model))(positions).everywhere
     angles = positions[0, :, None] * frequencies
     torch.testing.assert_close(turn.cos[:, 0, 0], angles.cos() * factor, rtol=0, atol=2e-5)
     torch.testing.assert_close(turn.sin[:, 0, 0], angles.sin() * factor, rtol=0, atol=2e-5)

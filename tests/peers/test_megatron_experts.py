@@ -103,7 +103,7 @@ def context() -> Context:
     tokens = torch.zeros(B, S, dtype=torch.int64)
     batch = MicroBatch(tokens, tokens, tokens.bool(), torch.arange(S).expand(B, S), torch.arange(B))
     mask = AttentionMask(S, device=torch.device("cpu"))
-    return Context(batch, positions=torch.arange(S), rotation=None, causal_mask=mask, dropout=None)
+    return Context(batch, positions=torch.arange(S), rotations=None, causal_mask=mask, dropout=None)
 
 
 def in_our_names(of_theirs: Any) -> dict[str, Tensor]:

@@ -38,9 +38,16 @@ DIFFERENCES: dict[str, str] = {
         "Not in Megatron-LM.",
     ),
     **dict.fromkeys(
-        ("attn_logit_softcapping", "final_logit_softcapping", "add_output_bias", "position_offset"),
+        (
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "add_output_bias",
+            "position_offset",
+            "window_rotary_base",
+        ),
         "Not in Megatron-LM.",
     ),
+    "qk_layernorm_1p": "In Megatron-LM `--apply-layernorm-1p` is of these norms, too; conversions know it.",
     "qk_layernorm_by_head": "Not in Megatron-LM, whose heads share a weight.",
     "glu_linear_offset": "With `--swiglu` Megatron-LM wants `--no-bias-swiglu-fusion` for it; here it is always there.",
     "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it silently; here it "

@@ -59,6 +59,21 @@ def _parameters_of_norms(config: Config) -> str | None:
     return None
 
 
+def _norm_one_plus(config: Config) -> str | None:
+    model = config.model
+    if not model.qk_layernorm_1p:
+        return None
+    if not model.qk_layernorm:
+        return "qk_layernorm_1p says how --qk-layernorm stores its weights; add --qk-layernorm, or leave it out"
+    kinds = ("qk_layernorm_across_heads", "qk_layernorm_by_head")
+    other = next((name for name in kinds if getattr(model, name)), None)
+    if other is not None:
+        return f"qk_layernorm_1p with {other} is not supported; leave one of them out"
+    if model.norm_parameters == "none":
+        return "norm_parameters=none leaves norms no weight that qk_layernorm_1p could store; leave one of them out"
+    return None
+
+
 def _norm_by_head(config: Config) -> str | None:
     model = config.model
     if not model.qk_layernorm_by_head:
@@ -87,5 +102,15 @@ RULES = (
     ConfigRule(("attn_logit_softcapping", "attention_backend", "cp_comm_type", "context_parallel_size"), _cap),
     ConfigRule(("norm_parameters", "normalization", "apply_layernorm_1p"), _parameters_of_norms),
     ConfigRule(("qk_layernorm_by_head", "qk_layernorm", "qk_layernorm_across_heads"), _norm_by_head),
+    ConfigRule(
+        (
+            "qk_layernorm_1p",
+            "qk_layernorm",
+            "qk_layernorm_across_heads",
+            "qk_layernorm_by_head",
+            "norm_parameters",
+        ),
+        _norm_one_plus,
+    ),
     ConfigRule(("position_offset", "position_embedding_type"), _position_offset),
 )

@@ -111,6 +111,19 @@ def _pattern_or_window(config: Config) -> str | None:
     )
 
 
+def _window_rotary_base(config: Config) -> str | None:
+    model = config.model
+    if model.window_rotary_base is None:
+        return None
+    if model.position_embedding_type != "rope":
+        needed, remedy = "position_embedding_type=rope", "add --position-embedding-type rope"
+    elif model.window_size is None and model.attention_pattern == "none":
+        needed, remedy = "layers with window_size or attention_pattern", "add --window-size or --attention-pattern"
+    else:
+        return None
+    return f"window_rotary_base={model.window_rotary_base:g} needs {needed}; {remedy}, or leave it out"
+
+
 def _fixed_pattern(config: Config) -> str | None:
     model = config.model
     if model.attention_pattern != "fixed" or model.attention_global_blocks <= model.attention_local_blocks:
@@ -163,6 +176,9 @@ RULES = (
         "add --window-size or --attention-pattern",
     ),
     ConfigRule(("attention_pattern", "window_size"), _pattern_or_window),
+    ConfigRule(
+        ("window_rotary_base", "position_embedding_type", "window_size", "attention_pattern"), _window_rotary_base
+    ),
     ConfigRule(("attention_pattern", "attention_local_blocks", "attention_global_blocks"), _fixed_pattern),
     _pattern(
         "no_rope_freq",

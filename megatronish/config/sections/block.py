@@ -42,5 +42,7 @@ class BlockOptions:
     """A bias on the output layer (GPT-J, Phi)."""
     qk_layernorm_by_head: bool = False
     """--qk-layernorm has a weight of its own for each head, and no bias (StableLM, Cohere)."""
+    qk_layernorm_1p: bool = False
+    """--qk-layernorm stores its weights as w - 1 (Gemma 3)."""
     position_offset: Annotated[int, at_least(0), at_most(2**31 - 1)] = 0
     """Rows of the learned position table before that of the first position (OPT: 2)."""

@@ -227,6 +227,8 @@ class DenseOptions:
     """Sliding window: a token sees itself and the window_size - 1 tokens before it (Mistral)."""
     window_attn_skip_freq: str | None = None
     """Layers without the window or pattern: N for every N-th, or a list, 1 for layers with it, as "[1]*3+[0]"."""
+    window_rotary_base: Annotated[float | None, greater_than(0)] = None
+    """RoPE's base in layers with the window or pattern, where it is not stretched (Gemma 3). Derived: as elsewhere."""
     no_rope_freq: str | None = None
     """Layers without RoPE: N for every N-th, or a list with 1 for no RoPE and 0 for RoPE."""
     softmax_type: SoftmaxType = "vanilla"
@@ -365,6 +367,13 @@ class ModelConfig(ExpertOptions, PatternOptions, BlockOptions, DenseOptions):
             return None
         factor = self.softmax_scale * self.head_size**0.5
         return None if abs(factor - 1) < UNIT_ROUNDING else factor
+
+    @property
+    def has_window_rotation(self) -> bool:
+        """Whether RoPE turns by other angles in layers with the window or pattern than in those without."""
+        base = self.window_rotary_base
+        is_other = base is not None and (base != self.rotary_base or self.rope_scaling != "none")
+        return is_other and any(map(all, zip(self.windowed_layers, self.rotated_layers, strict=True)))
 
     @property
     def windowed_layers(self) -> tuple[bool, ...]:

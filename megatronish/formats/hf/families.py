@@ -9,6 +9,7 @@ from megatronish.formats.hf.exaone4 import EXAONE4
 from megatronish.formats.hf.family import ModelFamily
 from megatronish.formats.hf.gemma import GEMMA
 from megatronish.formats.hf.gemma2 import GEMMA2
+from megatronish.formats.hf.gemma3 import GEMMA3
 from megatronish.formats.hf.glm4 import GLM4
 from megatronish.formats.hf.gpt2 import GPT2
 from megatronish.formats.hf.gpt_neox import GPT_NEOX
@@ -55,6 +56,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "olmo2": OLMO2,
     "granite": GRANITE,
     "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
     "glm4": GLM4,
     "starcoder2": STARCODER2,
     "smollm3": SMOLLM3,

@@ -30,7 +30,8 @@ _GEMMA2 = {key: value for key, value in GEMMA_DEFAULTS.items() if key != "hidden
 }
 
 
-def _read_gemma2(config: ConfigJson) -> dict[str, Any]:
+def read_like_gemma2(config: ConfigJson) -> dict[str, Any]:
+    """Fields of a Gemma 2 or 3, those of its windows left out."""
     if config.number("query_pre_attn_scalar") <= 0:
         config.refuse("query_pre_attn_scalar", "must be above 0", remedy=CORRECT)
     caps = {key: None if config.values.get(key) is None else config.number(key) for key in CAPS}
@@ -39,17 +40,21 @@ def _read_gemma2(config: ConfigJson) -> dict[str, Any]:
         **caps,
         "norm_placement": "sandwich",
         "softmax_scale": config.number("query_pre_attn_scalar") ** -0.5,
-        **read_layer_types(config, every=2),
     }
 
 
-def _write_gemma2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+def write_like_gemma2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    """Keys of a Gemma 2 or 3."""
     return {
         **write_any_gemma(model, seq_length, "hidden_activation"),
         **{key: getattr(model, key) for key in CAPS},
         "query_pre_attn_scalar": _scalar(model),
         **write_layer_types(model),
     }
+
+
+def _read_gemma2(config: ConfigJson) -> dict[str, Any]:
+    return read_like_gemma2(config) | read_layer_types(config, every=2)
 
 
 def _scalar(model: ModelConfig) -> float:
@@ -67,7 +72,7 @@ GEMMA2 = ModelFamily(
     _GEMMA2,
     {},
     _read_gemma2,
-    _write_gemma2,
+    write_like_gemma2,
     _not_gemma2,
     decoder(DecoderNames(norms=SANDWICH)),
 )

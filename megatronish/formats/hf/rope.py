@@ -8,6 +8,7 @@ from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.family import CORRECT, ConfigJson
+from megatronish.formats.hf.window import FULL, SLIDING
 
 ORIGINAL = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
@@ -61,6 +62,36 @@ def write_rope(model: ModelConfig, *, turned: bool = False) -> dict[str, Any]:
     if model.rope_scaling == "yarn":
         scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
     return {"rope_theta": model.rotary_base, "rope_scaling": scaling, **part}
+
+
+def split_rope(config: ConfigJson) -> tuple[ConfigJson, float | None]:
+    """The config with the RoPE of layers without a window alone, and the base in those with one, if keys say it.
+
+    Of families in which the two kinds of layers may turn by other angles, and those with a window are not stretched.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        values = config.values.get(key)
+        if not isinstance(values, dict) or not values:
+            continue
+        if any(isinstance(value, dict) for value in values.values()):
+            if not values.keys() <= {FULL, SLIDING} or not all(isinstance(each, dict) for each in values.values()):
+                config.refuse(key, f"must have an object for {FULL} and one for {SLIDING}")
+            local = ConfigJson(config.path, values.get(SLIDING, {}), {})
+            if local.values.get("rope_type", "default") != "default":
+                config.refuse(key, "stretches RoPE in the layers with a window, which is not supported")
+            base = local.number("rope_theta") if local.values.get("rope_theta") is not None else None
+            return ConfigJson(config.path, {**config.values, key: values.get(FULL, {})}, {}), base
+        if key == "rope_parameters":
+            config.refuse(key, "must have an object for each kind of layer, or its base is not read")
+    return config, None
+
+
+def write_both_ropes(model: ModelConfig) -> dict[str, Any]:
+    """Keys of the RoPE of each kind of layer, which transformers 5 reads besides those of `write_rope`."""
+    keys = write_rope(model)
+    base = model.window_rotary_base if model.has_window_rotation else model.rotary_base
+    everywhere = {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}
+    return {"rope_parameters": {FULL: everywhere, SLIDING: {"rope_type": "default", "rope_theta": base}}}
 
 
 def _parameters(config: ConfigJson) -> tuple[ConfigJson, str]:

@@ -131,8 +131,10 @@ def _rule(name: str, model: ModelConfig) -> TensorRule:
     theirs = (megatron_name(name),)
     if ".attention.qkv." in name:
         return TensorRule(name, theirs, partial(sections_of, model=model), partial(groups_of, model=model))
-    if model.apply_layernorm_1p and name.endswith(("q_norm.weight", "k_norm.weight")):  # theirs are w - 1, ours not
-        return TensorRule(name, theirs, lambda parts: parts[0] + 1, lambda whole: (whole - 1,))
+    if model.apply_layernorm_1p != model.qk_layernorm_1p and name.endswith(("q_norm.weight", "k_norm.weight")):
+        # One flag of theirs is of all norms: of heads, too.
+        more = 1 if model.apply_layernorm_1p else -1
+        return TensorRule(name, theirs, lambda parts: parts[0] + more, lambda whole: (whole - more,))
     return TensorRule(name, theirs)
 
 
