@@ -35,6 +35,13 @@ BERT = "--model-type bert --objective masked_lm --dataset-type sentences"
             "norm_parameters=weight takes the bias from LayerNorm, and normalization=RMSNorm has none",
         ),
         ("--norm-parameters none --apply-layernorm-1p", "norm_parameters=none leaves norms no weight that apply_"),
+        ("--qk-layernorm-1p", "qk_layernorm_1p says how --qk-layernorm stores its weights; add --qk-layernorm"),
+        ("--qk-layernorm --qk-layernorm-by-head --qk-layernorm-1p", "qk_layernorm_1p with qk_layernorm_by_head is not"),
+        ("--window-rotary-base 10000 --window-size 4", "window_rotary_base=10000 needs position_embedding_type=rope"),
+        (
+            "--window-rotary-base 10000 --position-embedding-type rope",
+            "window_rotary_base=10000 needs layers with window_size or attention_pattern; add --window-size",
+        ),
         ("--qk-layernorm-by-head", "qk_layernorm_by_head says how --qk-layernorm normalises; add --qk-layernorm"),
         (
             "--qk-layernorm --qk-layernorm-by-head --qk-layernorm-across-heads --normalization RMSNorm",

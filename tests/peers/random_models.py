@@ -156,9 +156,11 @@ def random_model(name: str) -> Any:
     """A model of `configs()`, in fp32. Weights are larger than at the start of a training: every path counts."""
     model = transformers.AutoModelForCausalLM.from_config(configs()[name], attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)
+    # With norms of heads near 2, transformers in fp32 is 4.4e-5 off itself in fp64.
+    mean = 0.0 if name == "gemma3_text" else 1.0
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
+            parameter.normal_(mean if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
     return model.float().eval()
 
 
