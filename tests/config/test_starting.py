@@ -20,7 +20,7 @@ YARN = replace(ROPE, rope_scaling_type="yarn")
 GATED = replace(GPT, swiglu=True)
 MODELS = (
     *(GPT, ROPE, YARN, replace(ROPE, rope_scaling_type="llama3"), replace(GPT, disable_bias_linear=True), GATED),
-    replace(GPT, window_size=3),
+    *(replace(GPT, window_size=3), replace(ROPE, window_size=3)),
     replace(GPT, attention_pattern="bigbird"),
     replace(GPT, num_experts=4),
     replace(GPT, qk_layernorm=True),
