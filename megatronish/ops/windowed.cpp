@@ -5,8 +5,8 @@
 // of one small one, `tile`: some rows by some vectors of columns, with the sums in registers. What no query of a tile
 // sees is not computed. Sums are in the order of blocks and keys: equal inputs give equal bits.
 //
-// The layouts: queries, keys, values and what belongs to them [heads, S, H]; of keys and values also "panels"
-// [heads, S / 16, H, 16], whose columns are 16 keys next to each other. S is a multiple of 16, and so is H.
+// Keys and values of a head are copied once, so that a tile reads what lies together: rows [S, H], and "panels"
+// [S / 16, H, 16], whose columns are 16 keys next to each other. Zeros fill S and H up to multiples of 16.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -176,76 +176,168 @@ float exponentials(float* x, int64_t count, float most) {
   return sum;
 }
 
-}  // namespace
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float wide(float x) { return x; }
+inline float wide(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+inline void narrow(float x, float& to) { to = x; }
+inline void narrow(float x, BFloat16& to) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  to.bits = static_cast<uint16_t>(x != x ? 0x7FC0u : (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+int64_t filled(int64_t count) { return (count + kPanel - 1) / kPanel * kPanel; }
+
+// The struct `_Heads` of windowed.py: a tensor [S, B, heads, H], whose last dim lies together.
+struct Heads {
+  void* data;
+  int64_t by_place, by_sample, by_head;
+};
+
+// One head of one sample of such a tensor, [S, H].
+template <typename T>
+struct Head {
+  T* data;
+  int64_t by_place, size;
+
+  Head(const Heads& all, int64_t sample, int64_t head, int64_t size)
+      : data(static_cast<T*>(all.data) + sample * all.by_sample + head * all.by_head),
+        by_place(all.by_place),
+        size(size) {}
+
+  // rows[end - begin, filled(H)] = the rows of these places, times a factor.
+  void read(int64_t begin, int64_t end, float factor, float* rows) const {
+    for (int64_t place = begin; place < end; ++place, rows += filled(size)) {
+      for (int64_t n = 0; n < size; ++n) rows[n] = factor * wide(data[place * by_place + n]);
+      std::fill(rows + size, rows + filled(size), 0.0f);
+    }
+  }
+
+  // The inverse.
+  void write(int64_t begin, int64_t end, float factor, const float* rows) const {
+    for (int64_t place = begin; place < end; ++place, rows += filled(size))
+      for (int64_t n = 0; n < size; ++n) narrow(factor * rows[n], data[place * by_place + n]);
+  }
+};
+
+// Panels [S / 16, H, 16] of rows [S, H], both of whole panels.
+void to_panels(const float* rows, int64_t length, int64_t size, float* panels) {
+  for (int64_t first = 0; first < length; first += kPanel)
+    for (int64_t n = 0; n < size; ++n)
+      for (int64_t key = 0; key < kPanel; ++key)
+        panels[first * size + n * kPanel + key] = rows[(first + key) * size + n];
+}
 
 // The struct `_Window` of windowed.py.
 struct Window {
-  int64_t kv_heads, shared, length, size, window;
+  int64_t samples, heads, kv_heads, length, size, window;
+  float scale;
   int32_t threads;
 };
 
-extern "C" {
-
-// Queries (times the scale of scores) [kv heads, shared, S, H], panels of keys, values -> out, and the logarithm of the
-// sum of exponentials of each query.
-void windowed_forward(const Window* of, const float* q, const float* key_panels, const float* values, float* out,
-                      float* lse) {
-  const Window w = *of;
-  const int64_t per_head = w.length * w.size;
+// Queries, keys, values -> out, and lse [B, heads, S], the logarithm of the sum of exponentials of each query.
+template <typename T>
+void forward(const Window& w, const Heads* all, float* lse) {
+  const int64_t length = filled(w.length), size = filled(w.size), shared = w.heads / w.kv_heads;
 #pragma omp parallel for num_threads(w.threads) schedule(static)
-  for (int64_t head = 0; head < w.kv_heads * w.shared; ++head) {
-    std::vector<float> scores(kBlock * widest(w.window));
-    const float *panels = key_panels + head / w.shared * per_head, *v = values + head / w.shared * per_head;
-    for (int64_t begin = 0; begin < w.length; begin += kBlock) {
-      const Block block = block_at(begin, w.length, w.window, w.size);
-      block.scores(q + head * per_head + begin * w.size, panels, scores.data());
-      for (int64_t row = 0; row < block.rows(); ++row) {
-        float* p = scores.data() + row * block.width();
-        block.hide(p, row, -INFINITY);
-        const float most = largest(p, block.width());
-        const float sum = exponentials(p, block.width(), most);
-        lse[head * w.length + begin + row] = most + std::log(sum);
-        const float factor = 1.0f / sum;
-        for (int64_t n = 0; n < block.width(); ++n) p[n] *= factor;
+  for (int64_t both = 0; both < w.samples * w.kv_heads; ++both) {
+    const int64_t sample = both / w.kv_heads, kv_head = both % w.kv_heads;
+    std::vector<float> values(length * size), panels(length * size), scores(kBlock * widest(w.window));
+    std::vector<float> queries(kBlock * size), mixed(kBlock * size);
+    Head<T>(all[1], sample, kv_head, w.size).read(0, w.length, 1.0f, values.data());
+    to_panels(values.data(), length, size, panels.data());
+    Head<T>(all[2], sample, kv_head, w.size).read(0, w.length, 1.0f, values.data());
+    for (int64_t head = kv_head * shared; head < (kv_head + 1) * shared; ++head) {
+      const Head<T> q(all[0], sample, head, w.size), out(all[3], sample, head, w.size);
+      for (int64_t begin = 0; begin < w.length; begin += kBlock) {
+        const Block block = block_at(begin, w.length, w.window, size);
+        q.read(begin, block.end, w.scale, queries.data());
+        block.scores(queries.data(), panels.data(), scores.data());
+        for (int64_t row = 0; row < block.rows(); ++row) {
+          float* p = scores.data() + row * block.width();
+          block.hide(p, row, -INFINITY);
+          const float most = largest(p, block.width());
+          const float sum = exponentials(p, block.width(), most);
+          lse[(sample * w.heads + head) * w.length + begin + row] = most + std::log(sum);
+          const float factor = 1.0f / sum;
+          for (int64_t n = 0; n < block.width(); ++n) p[n] *= factor;
+        }
+        block.mix(scores.data(), values.data(), mixed.data());
+        out.write(begin, block.end, 1.0f, mixed.data());
       }
-      block.mix(scores.data(), v, out + head * per_head + begin * w.size);
     }
   }
 }
 
-// The same with panels of values, the gradient of out, and the mean of the gradients of each row of probabilities
-// -> gradients of queries (as they were given), keys and values. The last two are sums, and begin with zeros.
-void windowed_backward(const Window* of, const float* q, const float* key_panels, const float* value_panels,
-                       const float* keys, const float* dout, const float* lse, const float* means, float* dq, float* dk,
-                       float* dv) {
-  const Window w = *of;
-  const int64_t per_head = w.length * w.size;
+// Queries, keys, values, out, its gradient and lse -> gradients of queries, keys and values.
+template <typename T>
+void backward(const Window& w, const Heads* all, const float* lse) {
+  const int64_t length = filled(w.length), size = filled(w.size), shared = w.heads / w.kv_heads;
 #pragma omp parallel for num_threads(w.threads) schedule(static)
-  for (int64_t kv_head = 0; kv_head < w.kv_heads; ++kv_head) {
-    std::vector<float> memory(2 * kBlock * widest(w.window));
-    float *scores = memory.data(), *grads = scores + kBlock * widest(w.window);
-    const int64_t of_kv = kv_head * per_head;
-    for (int64_t head = kv_head * w.shared; head < (kv_head + 1) * w.shared; ++head)
+  for (int64_t both = 0; both < w.samples * w.kv_heads; ++both) {
+    const int64_t sample = both / w.kv_heads, kv_head = both % w.kv_heads;
+    std::vector<float> keys(length * size), panels(length * size), value_panels(length * size);
+    std::vector<float> dkeys(length * size), dvalues(length * size);
+    std::vector<float> scores(kBlock * widest(w.window)), grads(kBlock * widest(w.window));
+    std::vector<float> queries(kBlock * size), outs(kBlock * size), douts(kBlock * size);
+    Head<T>(all[2], sample, kv_head, w.size).read(0, w.length, 1.0f, keys.data());
+    to_panels(keys.data(), length, size, value_panels.data());
+    Head<T>(all[1], sample, kv_head, w.size).read(0, w.length, 1.0f, keys.data());
+    to_panels(keys.data(), length, size, panels.data());
+    for (int64_t head = kv_head * shared; head < (kv_head + 1) * shared; ++head) {
+      const Head<T> q(all[0], sample, head, w.size), out(all[3], sample, head, w.size);
+      const Head<T> dout(all[4], sample, head, w.size), dq(all[5], sample, head, w.size);
       for (int64_t begin = 0; begin < w.length; begin += kBlock) {
-        const Block block = block_at(begin, w.length, w.window, w.size);
-        const int64_t at = head * per_head + begin * w.size;
-        block.scores(q + at, key_panels + of_kv, scores);
-        block.scores(dout + at, value_panels + of_kv, grads);
+        const Block block = block_at(begin, w.length, w.window, size);
+        q.read(begin, block.end, w.scale, queries.data());
+        out.read(begin, block.end, 1.0f, outs.data());
+        dout.read(begin, block.end, 1.0f, douts.data());
+        block.scores(queries.data(), panels.data(), scores.data());
+        block.scores(douts.data(), value_panels.data(), grads.data());
         for (int64_t row = 0; row < block.rows(); ++row) {
-          float *p = scores + row * block.width(), *d = grads + row * block.width();
+          float *p = scores.data() + row * block.width(), *d = grads.data() + row * block.width();
           block.hide(p, row, -INFINITY);
           block.hide(d, row, 0.0f);
-          const float total = lse[head * w.length + begin + row], mean = means[head * w.length + begin + row];
+          const float total = lse[(sample * w.heads + head) * w.length + begin + row];
+          float mean = 0.0f;  // of the gradients of this row of probabilities, weighted by them
+          for (int64_t n = 0; n < size; ++n) mean += douts[row * size + n] * outs[row * size + n];
           for (int64_t n = 0; n < block.width(); ++n) {
             p[n] = exponential(p[n] - total);
             d[n] = p[n] * (d[n] - mean);
           }
         }
-        block.spread(scores, dout + at, dv + of_kv);
-        block.mix(grads, keys + of_kv, dq + at);
-        block.spread(grads, q + at, dk + of_kv);
+        block.spread(scores.data(), douts.data(), dvalues.data());
+        block.spread(grads.data(), queries.data(), dkeys.data());
+        block.mix(grads.data(), keys.data(), outs.data());
+        dq.write(begin, block.end, w.scale, outs.data());
       }
+    }
+    Head<T>(all[6], sample, kv_head, w.size).write(0, w.length, 1.0f, dkeys.data());
+    Head<T>(all[7], sample, kv_head, w.size).write(0, w.length, 1.0f, dvalues.data());
   }
+}
+
+}  // namespace
+
+extern "C" {
+
+// `all`: q, k, v, out.
+void windowed_forward_float(const Window* w, const Heads* all, float* lse) { forward<float>(*w, all, lse); }
+void windowed_forward_bfloat16(const Window* w, const Heads* all, float* lse) { forward<BFloat16>(*w, all, lse); }
+
+// `all`: q, k, v, out, dout, dq, dk, dv.
+void windowed_backward_float(const Window* w, const Heads* all, const float* lse) { backward<float>(*w, all, lse); }
+void windowed_backward_bfloat16(const Window* w, const Heads* all, const float* lse) {
+  backward<BFloat16>(*w, all, lse);
 }
 
 }  // extern "C"

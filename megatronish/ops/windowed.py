@@ -14,29 +14,39 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatronish.ops.library import Operator, OperatorFamily, define
 from megatronish.ops.native import native
 
-PANEL = 16
-"""Keys that lie next to each other, and what sizes are multiples of: zeros fill them up."""
+_KINDS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+
+
+class _Heads(ctypes.Structure):
+    """The struct `Heads` of windowed.cpp."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((f"by_{dim}", ctypes.c_int64) for dim in ("place", "sample", "head")))
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Heads":
+        """[S, B, n, H]."""
+        assert x.stride(3) == 1 or x.shape[3] == 1, "channels of a head lie together"
+        return cls(x.data_ptr(), *x.stride()[:3])
 
 
 class _Window(ctypes.Structure):
     """The struct `Window` of windowed.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kv_heads", "shared", "length", "size", "window")),
+        *((name, ctypes.c_int64) for name in ("samples", "heads", "kv_heads", "length", "size", "window")),
+        ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
     )
 
 
 def can_run_windowed(q: Tensor) -> bool:
     """Whether attention of these queries in a window runs in C++."""
-    has_precision = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16)
-    return has_precision and native("windowed").library is not None
+    return q.device.type == "cpu" and q.dtype in _KINDS and native("windowed").library is not None
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tensor:
@@ -51,10 +61,9 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tenso
 def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
     if not can_run_windowed(q):
         return _forward_reference(q, k, v, window)
-    queries, keys, values = _by_heads(q * _scale(q)), _by_heads(k), _by_heads(v)
-    out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:-1])
-    _call("windowed_forward", _window_of(q, k, window), (queries, _panels(keys), values, out, lse))
-    return _by_tokens(out, q), lse[..., : len(q)].contiguous()
+    out, lse = _fake_forward(q, k, v, window)
+    _call("forward", (q, k, v, out), lse, window)
+    return out, lse
 
 
 def _backward_on_cpu(
@@ -62,49 +71,23 @@ def _backward_on_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not can_run_windowed(q):
         return _backward_reference(dout, q, k, v, out, lse, window)
-    queries, keys, values, douts = _by_heads(q * _scale(q)), _by_heads(k), _by_heads(v), _by_heads(dout)
-    filled = douts.shape[2] - len(q)
-    means, lse = (F.pad(x, (0, filled)).contiguous() for x in (_means(dout, out), lse))
-    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-    given = (queries, _panels(keys), _panels(values), keys, douts, lse, means)
-    _call("windowed_backward", _window_of(q, k, window), (*given, dq, dk, dv))
-    return _by_tokens(dq.mul_(_scale(q)), q), _by_tokens(dk, k), _by_tokens(dv, v)
+    grads = _fake_backward(dout, q, k, v)
+    _call("backward", (q, k, v, out, dout, *grads), lse, window)
+    return grads
 
 
 def _scale(q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1])
 
 
-def _means(dout: Tensor, out: Tensor) -> Tensor:
-    """fp32 [B, n, S]: of the gradients of each row of probabilities, weighted by them."""
-    return (dout.float() * out.float()).sum(-1).permute(1, 2, 0)
-
-
-def _by_heads(x: Tensor) -> Tensor:
-    """[S, B, n, H] -> fp32 [B, n, S, H], S and H filled up to multiples of PANEL."""
-    x = x.permute(1, 2, 0, 3).float()
-    return F.pad(x, (0, -x.shape[3] % PANEL, 0, -x.shape[2] % PANEL)).contiguous()
-
-
-def _panels(x: Tensor) -> Tensor:
-    """[B, kv, S, H] -> [B, kv, S / PANEL, H, PANEL]."""
-    return x.unflatten(2, (-1, PANEL)).mT.contiguous()
-
-
-def _by_tokens(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_by_heads`, contiguous, in the precision of `like` [S, B, n, H]."""
-    return x[:, :, : like.shape[0], : like.shape[3]].permute(2, 0, 1, 3).contiguous().to(like.dtype)
-
-
-def _window_of(q: Tensor, k: Tensor, window: int) -> _Window:
-    length, size = (count + -count % PANEL for count in (q.shape[0], q.shape[3]))
-    num_kv_heads = k.shape[1] * k.shape[2]
-    return _Window(num_kv_heads, q.shape[2] // k.shape[2], length, size, window, torch.get_num_threads())
-
-
-def _call(name: str, window: _Window, tensors: tuple[Tensor, ...]) -> None:
-    function = getattr(native("windowed").library, name)
-    function(ctypes.byref(window), *(ctypes.c_void_p(each.data_ptr()) for each in tensors))
+def _call(name: str, tensors: tuple[Tensor, ...], lse: Tensor, window: int) -> None:
+    """With q, k and v first; lse is contiguous."""
+    q, k, *_ = tensors
+    tensors = tuple(each if each.stride(3) == 1 else each.contiguous() for each in tensors)
+    (length, samples, heads, size), kv_heads = q.shape, k.shape[2]
+    of = _Window(samples, heads, kv_heads, length, size, window, _scale(q), torch.get_num_threads())
+    function = getattr(native("windowed").library, f"windowed_{name}_{_KINDS[q.dtype]}")
+    function(ctypes.byref(of), (_Heads * len(tensors))(*map(_Heads.of, tensors)), ctypes.c_void_p(lse.data_ptr()))
 
 
 def _probabilities(q: Tensor, k: Tensor, window: int) -> tuple[Tensor, Tensor]:

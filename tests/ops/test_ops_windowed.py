@@ -137,7 +137,7 @@ MISTAKES = {
     "sums that begin in the middle": ("size, key > earliest)", "size, false)"),
     "hidden scores with a gradient": ("block.hide(p, row, -INFINITY);\n          block.hide(d", "block.hide(d"),
     "gradients of rows without their mean": ("(d[n] - mean)", "d[n]"),
-    "keys of the first head for all": ("key_panels + head / w.shared * per_head", "key_panels"),
+    "keys of the first head for all": ("all[1], sample, kv_head", "all[1], sample, 0"),
 }
 
 
