@@ -231,17 +231,18 @@ class AttentionMask:
         return "everything" if keys[-1] <= queries[0] else "dense"
 
 
+@dataclass(frozen=True)
 class BidirectionalMask(AttentionMask):
     """Mask of BERT: a token sees all tokens of its own document, so that padding is a document of its own.
 
     It has neither a window nor ALiBi, no pattern and no KV cache.
     """
 
-    causal = False
+    causal: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         is_plain = self.window_size is None and not self.slopes and self.pattern is None
-        assert is_plain and not self.in_generation, "a bidirectional mask has no window, no ALiBi and no KV cache"
+        assert is_plain and not self.in_generation, "a bidirectional mask has no window, pattern, ALiBi or KV cache"
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:

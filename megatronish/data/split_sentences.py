@@ -17,8 +17,10 @@ ABBREVIATIONS = {
 }
 """Words before a full stop that does not end a sentence, in lower case."""
 
+# Possessive, and from the first of several marks alone: thousands of full stops in a row are read once.
 _END = re.compile(
-    r"""(?P<mark>[.!?…]+)["'”’»)\]]*(?=\s+["'“‘«(\[]*[^\W_a-zà-öø-ÿα-ωа-я])"""  # a mark, what closes, and what follows
+    r"""(?<![.!?…])(?P<mark>[.!?…]++)["'”’»)\]]*+"""  # a mark, what closes, and what follows
+    r"""(?=\s+["'“‘«(\[]*[^\W_a-zà-öø-ÿα-ωа-я])"""
     r"|(?P<wide>[。！？]+[”’」』）]*)"
     r"|(?P<line>\n\s*\n)"
 )
@@ -29,7 +31,7 @@ def split_sentences(text: str) -> list[str]:
     """The sentences of a text, without the white space around them; none is empty."""
     sentences, begin = [], 0
     for end in _END.finditer(text):
-        if end["mark"] != "." or not _is_abbreviation(text[begin : end.start()]):
+        if end["mark"] != "." or not _is_abbreviation(text[max(begin, end.start() - 20) : end.start()]):
             sentences.append(text[begin : end.end()])
             begin = end.end()
     return [sentence for each in [*sentences, text[begin:]] if (sentence := each.strip())]
@@ -37,6 +39,6 @@ def split_sentences(text: str) -> list[str]:
 
 def _is_abbreviation(before: str) -> bool:
     """Whether the full stop after this text belongs to its last word: an initial, or an abbreviation."""
-    found = _LAST_WORD.search(before[-20:])
+    found = _LAST_WORD.search(before)
     word = "" if found is None else found[0]
     return word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper() and word.isalpha())

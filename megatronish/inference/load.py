@@ -97,7 +97,7 @@ class SavedModel(NamedTuple):
             parallel=parallel,
             training=replace(training, train_iters=1),
             optimizer=OptimizerConfig(lr=1.0),  # no training: the optimizer and the data only have to be valid
-            data=DataConfig(mock_data=True, vocab_extra_ids=int(model.has_encoder)),
+            data=DataConfig(mock_data=True, vocab_extra_ids=training.seq_length * model.has_encoder),
             checkpoint=CheckpointConfig(load=str(self.checkpoint)),
         )
         adapters = [saved.config for saved in self.read_adapters().values()] or [AdapterConfig()]

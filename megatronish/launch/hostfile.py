@@ -14,7 +14,7 @@ from megatronish.core.files import ordinary
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """A host: a name or an IPv4 address. One that begins with a dash would be an option of ssh."""
-LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
+LINE = re.compile(r"(\S+)\s+slots\s*=\s*([0-9]+)")
 MOST_SLOTS, MOST_BYTES = 1024, 2**20
 
 
@@ -55,7 +55,8 @@ def _hosts(text: str, path: Path) -> Iterator[Host]:
         match = LINE.fullmatch(words)
         if match is None:
             raise UserError(f"{where}: {words!r} must be a host and its slots, such as: worker-0 slots=8")
-        name, slots = match[1], int(match[2])
+        name, digits = match[1], match[2].lstrip("0") or "0"
+        slots = int(digits) if len(digits) <= 9 else MOST_SLOTS + 1
         if NAME.fullmatch(name) is None:
             raise UserError(
                 f"{where}: {name!r} is no name of a host, which has letters, digits, dots and dashes; a user or a port "
@@ -63,8 +64,8 @@ def _hosts(text: str, path: Path) -> Iterator[Host]:
             )
         if not 1 <= slots <= MOST_SLOTS:
             raise UserError(
-                f"{where}: slots={slots} of {name} must be between 1 and {MOST_SLOTS}; put a # before a host that is "
-                "not used"
+                f"{where}: slots={digits[:20]} of {name} must be between 1 and {MOST_SLOTS}; put a # before a host "
+                "that is not used"
             )
         if name in first:
             raise UserError(
@@ -122,10 +123,11 @@ def _named(flag: str, words: str, hosts: Sequence[Host]) -> Mapping[str, tuple[i
             raise UserError(f"{flag} {words}: {name!r} is not in the hostfile, which has {', '.join(slots_of)}")
         wanted = numbers.split(",") if colon else [str(slot) for slot in slots_of[name]]
         for number in wanted:
-            if not (number.strip().isascii() and number.strip().isdigit()) or int(number) not in slots_of[name]:
+            slot = number.strip().lstrip("0") or "0"
+            if slot not in map(str, slots_of[name]) or not number.strip():
                 raise UserError(
-                    f"{flag} {words}: {name} has no slot {number.strip()!r}; its slots are 0 to {slots_of[name][-1]}, "
-                    f"as in {name}:0,1"
+                    f"{flag} {words[:200]}: {name} has no slot {number.strip()[:20]!r}; its slots are 0 to "
+                    f"{slots_of[name][-1]}, as in {name}:0,1"
                 )
-            found.setdefault(name, set()).add(int(number))
+            found.setdefault(name, set()).add(int(slot))
     return {name: tuple(sorted(slots)) for name, slots in found.items()}

@@ -55,6 +55,8 @@ def exported(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str]
     found = {name: value for name, value in environ.items() if name.startswith(EXPORTED) or name in EXPORTED_NAMES}
     for word in asked:
         name, equals, value = word.partition("=")
+        if not name:
+            raise UserError(f"--export {word} names no variable; give NAME, or NAME=VALUE")
         if not equals and name not in environ:
             raise UserError(f"--export {name}: {name} is not set here; export it first, or give {name}=VALUE")
         found[name] = value if equals else environ[name]

@@ -77,8 +77,14 @@ def first_lines(
         ),
         f"torch {torch.__version__}, python {platform.python_version()}, device {device}, "
         f"{training.precision if training.precision == 'fp32' else f'{training.precision} with fp32 masters'}",
-        f"attention: {_attention(config)}{_pattern(config)}; optimizer: {optimizer_line(config.optimizer, masters_on)}",
-        kernels_line(device_type, drops=model.hidden_dropout > 0 or model.attention_dropout > 0) + _activation(config),
+        f"attention: {_attention(config)}{_sparse(config, device_type)}; "
+        f"optimizer: {optimizer_line(config.optimizer, masters_on)}",
+        kernels_line(
+            device_type,
+            drops=model.hidden_dropout > 0 or model.attention_dropout > 0,
+            has_windows=_has_plain_windows(config),
+        )
+        + _activation(config),
         f"parameters: {costs.parameters:,}"
         + (f", of which a token passes {costs.active_parameters:,}" if model.num_experts is not None else "")
         + (f" ({_stages(costs)})" if layout.pp > 1 else "")
@@ -177,13 +183,31 @@ def _attention(config: Config) -> str:
     return f"{over_cp}explicit probabilities by {softmax} softmax, as requested"
 
 
-def _pattern(config: Config) -> str:
-    """Pattern of blocks that sparse layers have, and what it saves."""
-    pattern, length = BlockPattern.of(config.model), config.training.seq_length
-    if pattern is None:
-        return ""
-    part = pattern.keys(length, "causal") / (length / 2)
-    return f"; {pattern.name} blocks of {pattern.block_size}, {part:.0%} of the scores of a causal mask"
+def _sparse(config: Config, device_type: DeviceType) -> str:
+    """What computes layers in which a token does not see all before it, and what a pattern of blocks saves."""
+    model, length = config.model, config.training.seq_length
+    pattern, text = BlockPattern.of(model), ""
+    if pattern is not None:
+        part = pattern.keys(length, "causal") / (length / 2)
+        text = f"; {pattern.name} blocks of {pattern.block_size}, {part:.0%} of the scores of a causal mask"
+    is_sparse = any(model.windowed_layers) and (model.window_size is None or model.window_size < length)
+    if is_sparse and device_type == "cpu" and _is_implicit(config) and model.attention_dropout == 0:
+        text += "; in layers with a window or pattern, blocks of queries with the keys that they see"
+    return text
+
+
+def _is_implicit(config: Config) -> bool:
+    """Whether probabilities are not all in memory at once."""
+    return config.training.attention_backend in ("auto", "flash") and config.model.attn_logit_softcapping is None
+
+
+def _has_plain_windows(config: Config) -> bool:
+    """Whether layers have a window and nothing else, which has an operator of its own on a CPU."""
+    model = config.model
+    is_plain = model.position_embedding_type != "alibi" and model.softmax_type == "vanilla"
+    is_alone = model.attention_dropout == 0 and not config.data.packs_documents and _is_implicit(config)
+    length = model.window_size
+    return is_plain and is_alone and length is not None and length < config.training.seq_length
 
 
 def _activation(config: Config) -> str:

@@ -11,6 +11,8 @@ from jobs import steps_of, tiny, train_on_ranks, write_tokens
 
 from megatronish.commands.model_loading import refuse_encoder
 from megatronish.commands.pretrain_t5 import with_t5
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.errors import UserError
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import find_trained, load_model
@@ -60,6 +62,8 @@ def test_what_continues_a_text_refuses_a_t5(tmp_path: Path, data: str) -> None:
     found = find_trained(tmp_path)
     with pytest.raises(UserError, match=r"model_type=t5, which answers a text .*; use megatronish generate"):
         refuse_encoder(found)
+    longer = found.config(ParallelConfig(), TrainingConfig(seq_length=512, micro_batch_size=1))  # of many hidden spans
+    assert longer.model.encoder_seq_length == 512
     trained = load_model(tmp_path).model
     written = generate(
         trained, [[5, 6, 100]], num_tokens=3, seq_length=8, sampling=Sampling(temperature=0.0), decoder_start=100

@@ -17,6 +17,10 @@ SIZES = (
     [
         ("--num-experts 4", "model_type=bert does not go with num_experts=4, .*leave --num-experts out"),
         ("--window-size 4", "does not go with window_size=4, which counts on tokens that see none after them"),
+        (
+            "--attention-pattern sliding",
+            "does not go with attention_pattern=sliding, which counts on tokens that see none after them",
+        ),
         ("--position-embedding-type alibi", "does not go with position_embedding_type=alibi"),
         ("--objective dpo", "objective=dpo trains model_type=gpt, and this one is bert; use --objective masked_lm"),
         ("--sample-prompt Once", "asks for text, and BERT writes none; leave --sample-prompt out"),

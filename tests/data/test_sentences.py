@@ -1,5 +1,6 @@
 """Tests of pairs of sentences: which sentences make up a sample, how it is cut, and how texts are split."""
 
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -155,3 +156,13 @@ def test_preprocessing_writes_a_sequence_for_each_sentence(tmp_path: Path) -> No
     for ending in ("bin", "idx"):
         one, two = (tmp_path / f"out{workers}_text_sentence.{ending}" for workers in (1, 2))
         assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "text", ["." * 200_000 + "x", "Mr. A " * 50_000, "..! " * 50_000 + "x", "\n " * 100_000, "。" * 200_000]
+)
+def test_odd_texts_take_as_long_as_they_are(text: str) -> None:
+    """Not its square: a web page of full stops would stop a worker."""
+    began = time.process_time()
+    split_sentences(text)
+    assert time.process_time() - began < 5

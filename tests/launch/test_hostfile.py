@@ -80,6 +80,8 @@ def test_a_choice_that_cannot_be_is_a_sentence(flags: dict[str, Any], message: s
         ("a slots=-1\n", "line 1: 'a slots=-1' must be a host and its slots"),
         ("a slots=4 max=8\n", "line 1: 'a slots=4 max=8' must be a host and its slots"),
         ("a slots=0\n", "line 1: slots=0 of a must be between 1 and 1024; put a # before a host that is not used"),
+        ("a slots=" + "9" * 5000, "slots=99999999999999999999 of a must be between 1 and 1024"),
+        ("a slots=\u0663\n", "must be a host and its slots"),
         ("a slots=99999999999999999999\n", "of a must be between 1 and 1024"),
         ("-oProxyCommand=x slots=1\n", "'-oProxyCommand=x' is no name of a host"),
         ("me@a slots=1\n", "'me@a' is no name of a host, which has letters, digits, dots and dashes; a user or a port"),

@@ -91,6 +91,17 @@ def test_an_activation_without_a_kernel_is_told(flags: str, told: str) -> None:
     assert f"{told}\nparameters: " in lines_of(flags)
 
 
+def test_windows_are_told_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatronish.ops.windowed.native", lambda _: Native(None, "there is no C++ compiler here"))
+    told = "; windowed attention by torch, because there is no C++ compiler here\n"
+    lines = lines_of(f"{NONE} --window-size 4")
+    assert told in lines
+    assert "in layers with a window or pattern, blocks of queries with the keys that they see; optimizer" in lines
+    for flags in ("", "--reset-attention-mask", "--attention-backend unfused"):
+        flags = flags and f"--window-size 4 {flags}"
+        assert "windowed attention" not in lines_of(f"{NONE} {flags}")
+
+
 def test_dropout_is_told_where_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronish.ops.native.native", lambda: Native(None, "there is no C++ compiler here"))
     for flags in ("", NO_DROPOUT, "--hidden-dropout 0"):

@@ -12,6 +12,7 @@ from megatronish.config.config import Config
 from megatronish.config.conflicts import CONFLICTS
 from megatronish.config.dump import write_toml
 from megatronish.config.fields import FIELDS, SECTIONS, with_fields
+from megatronish.config.rules.model import SIGHT_RULES
 from megatronish.config.rules.optimizer import LENGTH_RULES, RATE_RULES
 from megatronish.core.errors import UserError, without_passwords
 from megatronish.core.foreign import is_finite, shown
@@ -64,7 +65,8 @@ class Imported:
             pair = [next((name for name in names if name in asked), None) for names in (one, other)]
             if pair[0] is not None and pair[1] is not None:
                 found.append(f"{pair[0]} contradicts {pair[1]}: {rule}")
-        return found + list(filter(None, (rule.complaint(config) for rule in (*LENGTH_RULES, *RATE_RULES))))
+        rules = (*LENGTH_RULES, *RATE_RULES, *SIGHT_RULES)
+        return found + list(filter(None, (rule.complaint(config) for rule in rules)))
 
     def set_default(self, field: str, value: Any) -> None:
         """Set a field that nothing has set: what the absence of its key means there, and not here."""

@@ -6,7 +6,7 @@ from megatronish.config.rules.rule import ConfigRule
 from megatronish.core.names import DATASET_NAMES, OBJECTIVE_NAMES
 
 _OWN = ("num_token_types", "bert_no_binary_head", "mask_prob", "short_seq_prob")
-_LAYERS = ("num_experts", "window_size", "position_embedding_type", "embed_layernorm")
+_LAYERS = ("num_experts", "window_size", "attention_pattern", "position_embedding_type", "embed_layernorm")
 _COUNTS = "which counts on tokens that see none after them"
 
 
@@ -17,6 +17,7 @@ def _layers(config: Config) -> str | None:
     for name, is_other, why in (
         ("num_experts", model.num_experts is not None, "whose capacity and order of tokens were tried in a GPT alone"),
         ("window_size", model.window_size is not None, _COUNTS),
+        ("attention_pattern", model.attention_pattern != "none", _COUNTS),
         ("position_embedding_type", model.position_embedding_type == "alibi", _COUNTS),
         ("embed_layernorm", model.embed_layernorm, "which BERT has in any case, over the sum of its embeddings"),
     ):

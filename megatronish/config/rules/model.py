@@ -160,6 +160,11 @@ def _norm_across_heads(config: Config) -> str | None:
     return None
 
 
+SIGHT_RULES = (
+    ConfigRule(("attention_pattern", "window_size"), _pattern_or_window),
+    ConfigRule(("attention_pattern", "attention_local_blocks", "attention_global_blocks"), _fixed_pattern),
+)
+
 RULES = (
     ConfigRule(("qk_layernorm_across_heads", "qk_layernorm", "normalization"), _norm_across_heads),
     ConfigRule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
@@ -175,11 +180,10 @@ RULES = (
         lambda model: model.window_size is not None or model.attention_pattern != "none",
         "add --window-size or --attention-pattern",
     ),
-    ConfigRule(("attention_pattern", "window_size"), _pattern_or_window),
+    *SIGHT_RULES,
     ConfigRule(
         ("window_rotary_base", "position_embedding_type", "window_size", "attention_pattern"), _window_rotary_base
     ),
-    ConfigRule(("attention_pattern", "attention_local_blocks", "attention_global_blocks"), _fixed_pattern),
     _pattern(
         "no_rope_freq",
         "position_embedding_type=rope",

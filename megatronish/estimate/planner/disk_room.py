@@ -83,6 +83,8 @@ def refuse_offload_folder(config: Config) -> None:
 def _refuse_unwritable(folder: Path, said: str) -> None:
     """UserError if no file can be made in the folder."""
     try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{said} is a file, and no folder; name another folder")
         folder.mkdir(parents=True, exist_ok=True)
         try:  # not os.access: a file system that is mounted to be read refuses what its modes allow
             os.close(os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600))
