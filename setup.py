@@ -77,6 +77,7 @@ setup(
             "__init__.pyi",
             "py.typed",
             "ops/dropout.cpp",
+            "ops/floats.h",
             "ops/windowed.cpp",
             "dry_run/fake_cuda.cpp",
             "data/chat/templates/*.jinja",

@@ -31,6 +31,7 @@ SOURCES = {
     "windowed": (Path(__file__).with_name("windowed.cpp"), "-ffp-contract=fast"),
 }
 """Source of each library, with a flag of its own."""
+HEADER = Path(__file__).with_name("floats.h")  # of both
 # The CPU's own instructions, wide vectors, and threads: those of these that the compiler knows, the most first.
 WISHES = (
     ("-march=native", "-mprefer-vector-width=512", "-fopenmp"),
@@ -66,6 +67,7 @@ def _built(name: str) -> Path:
     real = Path(compiler).resolve()
     parts = (
         source.read_text(encoding="utf-8"),
+        HEADER.read_text(encoding="utf-8"),
         repr((FLAGS, flags, WISHES)),
         f"{real} {real.stat().st_size} {real.stat().st_mtime_ns}",
         _cpu(),

@@ -197,7 +197,9 @@ def _sparse(config: Config, device_type: DeviceType) -> str:
 
 
 def _is_implicit(config: Config) -> bool:
-    """Whether probabilities are not all in memory at once."""
+    """Whether a rank attends without a ring, and with probabilities that are not all in memory."""
+    if config.layout.cp > 1 and config.parallel.cp_comm_type == "p2p":
+        return False
     return config.training.attention_backend in ("auto", "flash") and config.model.attn_logit_softcapping is None
 
 

@@ -153,7 +153,14 @@ def test_a_mistake_is_found(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
     source = path.read_text()
     assert right in source
     (tmp_path / "windowed.cpp").write_text(source.replace(right, wrong))
-    command: list[Any] = [find_compiler(), *cpp.FLAGS, *flags, "-fopenmp", tmp_path / "windowed.cpp"]
+    command: list[Any] = [
+        find_compiler(),
+        *cpp.FLAGS,
+        *flags,
+        "-fopenmp",
+        f"-I{path.parent}",
+        tmp_path / "windowed.cpp",
+    ]
     subprocess.run([*command, "-o", tmp_path / "windowed.so"], check=True)
     library = cpp.Native(ctypes.CDLL(str(tmp_path / "windowed.so")))
     monkeypatch.setattr(windowed, "native", lambda _: library)
