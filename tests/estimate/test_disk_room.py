@@ -82,9 +82,8 @@ def test_the_last_and_longest_mount_counts(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    for folder, why in ((file, "File exists"), (file / "folder", "Not a directory")):
-        said = refusal(folder)
-        assert f"cannot be written: {why}; make it writable, or name another folder" in said
+    assert f"--offload-folder {file} is a file, and no folder; name another folder" in refusal(file)
+    assert "cannot be written: Not a directory; make it writable, or name another folder" in refusal(file / "folder")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into every folder")
