@@ -20,6 +20,8 @@ from megatronish.launch.place import Place
 RTOL = 1e-5
 SMALLEST_MARGIN = 1e-5  # of scores, whose rounding noise is about 1e-7
 SMALLEST_DISTANCE = 1e-6  # of a value from the limit of a clamp, where the gradient jumps; noise as that of scores
+SMALLEST_SHARE = 0.25  # of what the largest element of a gradient is with other seeds
+MOST_NOISE = 4.0  # times RTOL, of a gradient below that share
 NUM_SEEDS = 10
 COMPILE_SECONDS = 600.0  # for a machine whose cores are busy with other compilers, and whose cache is empty
 
@@ -70,11 +72,36 @@ def run_layout(problem: Problem, spread: Spread, *others: object, is_checked: bo
 
 
 def assert_equal_to_serial(problem: Problem, spread: Spread, *, is_checked: bool = False) -> None:
-    """One process and the ranks of a layout train the same model; see `run_layout` for `is_checked`."""
+    """One process and the ranks of a layout train the same model; see `run_layout` for `is_checked`.
+
+    Where nothing but a sum that nearly cancels is off (`off_by_cancellation`), and a little, the next seed decides:
+    a mistake is there with each of them.
+    """
     problem = with_margin(problem)
     reference = serial(problem)
     assert min(reference.grad_norms) > problem.clip
-    assert_same_training(run_layout(problem, spread, is_checked=is_checked), reference)
+    records = run_layout(problem, spread, is_checked=is_checked)
+    if aspects_that_differ(records, reference) == {"gradients"} and off_by_cancellation(records, problem):
+        problem = with_margin(replace(problem, seed=problem.seed + 1))
+        records, reference = run_layout(problem, spread, is_checked=is_checked), serial(problem)
+    assert_same_training(records, reference)
+
+
+def off_by_cancellation(records: Sequence[Record], problem: Problem) -> bool:
+    """Whether each gradient that is off is a sum whose terms nearly cancel, and is off by little.
+
+    Its largest element is then far below what it is with other seeds, but the rounding noise of its terms, which other
+    kernels or another processor change, is not.
+    """
+    actual, expected = whole([record.gradient_parts for record in records]), whole([serial(problem).gradient_parts])
+    others = [whole([serial(replace(problem, seed=problem.seed + more)).gradient_parts]) for more in (1, 2, 3)]
+    for name, gradient in expected.items():
+        largest = float(gradient.abs().max())
+        usual = sorted(float(other[name].abs().max()) for other in others)[1]
+        off = float((actual[name] - gradient).abs().max())
+        if off > RTOL * largest * (MOST_NOISE if largest < SMALLEST_SHARE * usual else 1.0):
+            return False
+    return True
 
 
 def assert_same_training(records: Sequence[Record], reference: Record) -> None:

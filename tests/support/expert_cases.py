@@ -6,7 +6,7 @@ from typing import Any
 
 from pairwise import Chosen, Pair, pairwise, possible_pairs
 from problem import Problem, Spread
-from theorem_cases import LAYOUTS, choices, problem_of, spread_of
+from theorem_cases import LAYOUTS, choices, deal, problem_of, spread_of
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.layout import Layout
@@ -89,7 +89,7 @@ def of_experts(pairs: set[Pair]) -> set[Pair]:
     return {pair for pair in pairs if any(feature in OWN for feature, _ in pair)}
 
 
-EXPERT_DEALT = pairwise(EXPERT_CHOICES, seed=12, wanted=of_experts(possible_pairs(EXPERT_CHOICES)))
+EXPERT_DEALT = deal(EXPERT_CASES, EXPERT_CHOICES, seed=12, wanted=of_experts(possible_pairs(EXPERT_CHOICES)))
 
 
 def expert_problem(layout: Layout, chosen: Chosen) -> Problem:

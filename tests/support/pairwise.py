@@ -1,7 +1,8 @@
 """Covering arrays: few cases in which every compatible pair of feature values occurs (pairwise testing)."""
 
 import random
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import combinations
 from typing import Any
 
@@ -44,6 +45,45 @@ def pairwise(cases: Sequence[Choices], *, seed: int, wanted: Set[Pair] | None = 
         filled[index] = max(candidates, key=lambda chosen: len(covered_pairs([chosen]) & missing))
         missing -= covered_pairs([filled[index]])
     return [filled[index] for index in range(len(cases))]
+
+
+def cheapened(
+    cases: Sequence[Choices],
+    dealt: Sequence[Chosen],
+    *,
+    cost: Callable[[int, Chosen], float],
+    features: Sequence[str],
+    wanted: Set[Pair],
+) -> list[Chosen]:
+    """The cases with cheaper values of `features`, which still cover all of `wanted` that they covered.
+
+    `cost` is that of a case by its number. The dearest cases are changed first, and each as much as the others allow.
+    """
+    filled = [dict(chosen) for chosen in dealt]
+    covered = Counter(pair for chosen in filled for pair in covered_pairs([chosen]) & wanted)
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for number in sorted(range(len(filled)), key=lambda number: -cost(number, filled[number])):
+            for feature in features:
+                chosen = filled[number]
+                values = sorted(cases[number][feature], key=lambda value: cost(number, chosen | {feature: value}))
+                for value in values[: values.index(chosen[feature])]:
+                    if cost(number, chosen | {feature: value}) == cost(number, chosen):
+                        break
+                    lost = {pair for pair in _pairs_with(chosen, feature) & wanted if covered[pair] == 1}
+                    if lost <= _pairs_with(chosen | {feature: value}, feature):
+                        covered.subtract(_pairs_with(chosen, feature) & wanted)
+                        chosen[feature] = value
+                        covered.update(_pairs_with(chosen, feature) & wanted)
+                        has_changed = True
+                        break
+    return filled
+
+
+def _pairs_with(chosen: Chosen, feature: str) -> set[Pair]:
+    """The pairs of a case in which this feature is one."""
+    return {frozenset({(feature, chosen[feature]), item}) for item in chosen.items() if item[0] != feature}
 
 
 def one_of_each(cases: Sequence[Chosen], costs: Sequence[float]) -> set[int]:

@@ -1,12 +1,12 @@
 """Cases of the theorem: every layout of at most eight ranks, and the features that are dealt to it."""
 
+import itertools
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from itertools import product
 from math import lcm
 from typing import Any, Literal
 
-from pairwise import Chosen, Pair, covered_pairs, pairwise
+from pairwise import Choices, Chosen, Pair, cheapened, pairwise, possible_pairs
 from problem import CHUNKS, Problem, Spread
 
 from megatronish.config.sections.finetuning import AdapterConfig
@@ -16,7 +16,7 @@ from megatronish.core.layout import Layout
 
 LAYOUTS = [
     Layout(dp=dp, tp=tp, pp=pp, cp=cp)
-    for cp, dp, tp, pp in product((1, 2, 4), *[range(1, 9)] * 3)
+    for cp, dp, tp, pp in itertools.product((1, 2, 4), *[range(1, 9)] * 3)
     if dp * tp * pp * cp <= 8
 ]
 RECOMPUTE = {
@@ -80,39 +80,6 @@ ADAPTERS = {
     "qlora": AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=6.0, quantize_base="nf4"),
     "int8": AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=6.0, quantize_base="int8"),
 }
-
-
-def with_adapters(dealt: Sequence[Chosen]) -> list[Chosen]:
-    """The cases, each with adapters that are trained after the model, on the same ranks: they meet every feature.
-
-    A second deal, over what the first one gave: so all weights learn in every case, with or without adapters.
-    """
-    choices_of_adapters = [
-        {feature: (value,) for feature, value in chosen.items()} | {"adapter": tuple(ADAPTERS)} for chosen in dealt
-    ]
-    return pairwise(choices_of_adapters, seed=ADAPTER_SEED)
-
-
-def pairs_of_adapters(pairs: Set[Pair]) -> set[Pair]:
-    """Those that are a kind of adapter and a value of another feature."""
-    return {pair for pair in pairs if any(name == "adapter" for name, _ in pair)}
-
-
-def fewest_adapted(dealt: Sequence[Chosen]) -> set[int]:
-    """Numbers of few cases in which every kind of adapter meets every feature that it meets in all of them."""
-    pairs = [pairs_of_adapters(covered_pairs([chosen])) for chosen in dealt]
-    missing, found = set[Pair]().union(*pairs), set[int]()
-    while missing:
-        best = max(range(len(dealt)), key=lambda number: len(pairs[number] & missing))
-        found.add(best)
-        missing -= pairs[best]
-    return found
-
-
-ADAPTER_SEED = 0
-DEALT = with_adapters(pairwise(CHOICES, seed=1))
-ADAPTED = fewest_adapted(DEALT)
-"""Cases whose adapters are trained in the usual run; `pytest --all-layouts` trains those of all."""
 
 
 POSITIONS = {"gpt2": "learned_absolute", "bert": "learned_absolute", "bloom": "alibi", "t5": "relative"}
@@ -215,7 +182,7 @@ def adapted_problem_of(layout: Layout, chosen: Chosen) -> Problem:
     if adapter.quantize_base is not None:
         std = 0.05 if model.has_encoder else 0.1  # a T5 does not scale its scores: larger ones choose one key alone
         model = replace(model, hidden_size=64, kv_channels=64, ffn_hidden_size=64 * layout.tp, init_method_std=std)
-    return replace(problem, model=model, adapter=adapter)
+    return replace(problem, model=model, adapter=adapter, sgd_steps=1)
 
 
 def offload_of(zero: int, asked: str) -> str:
@@ -248,9 +215,66 @@ def spread_of(layout: Layout, chosen: Chosen) -> Spread:
     )
 
 
-def passes_of(layout: Layout, chosen: Chosen) -> int:
-    """Passes of all ranks forward in a step: about what a case costs."""
-    return layout.world_size * num_microbatches_of(layout, chosen) * (1 if chosen["recompute"] == "none" else 2)
+AGAIN = {"none": 1.0, "selective": 1.3, "block": 1.7, "uniform": 2.0}
+"""Work of a layer with recomputation, relative to one without."""
+
+
+def cost_of(layout: Layout, chosen: Chosen) -> float:
+    """About what a case takes: what each rank does once, and its layers of all micro-batches."""
+    layers = model_of(layout, chosen).num_layers / layout.pp * num_microbatches_of(layout, chosen)
+    return layout.world_size * (5.0 + layers * AGAIN[chosen["recompute"]] * (1.3 if chosen["zero"] == 3 else 1.0))
+
+
+COSTLY = ("num_microbatches", "recompute", "schedule", "split", "zero")
+"""Features that say what a case takes."""
+
+
+def deal(
+    layouts: Sequence[Layout], cases: Sequence[Choices], *, seed: int, wanted: Set[Pair] | None = None
+) -> list[Chosen]:
+    """One way to fill the case of each layout; together they cover `wanted`, and none takes more than that needs."""
+    wanted = possible_pairs(cases) if wanted is None else wanted
+
+    def cost(number: int, chosen: Chosen) -> float:
+        return cost_of(layouts[number], chosen)
+
+    return cheapened(cases, pairwise(cases, seed=seed, wanted=wanted), cost=cost, features=COSTLY, wanted=wanted)
+
+
+def fewest_adapted(dealt: Sequence[Chosen]) -> dict[int, str]:
+    """Kinds of adapters of few and cheap cases, by their numbers, in which each kind meets every feature."""
+    pairs = {
+        (number, kind): {frozenset({("adapter", kind), item}) for item in chosen.items()}
+        for number, chosen in enumerate(dealt)
+        for kind in ADAPTERS
+    }
+    costs = [cost_of(*case) ** 0.5 for case in zip(CASES, dealt, strict=True)]
+    missing, found = set[Pair]().union(*pairs.values()), dict[int, str]()
+    while missing:
+        able = (case for case in pairs if case[0] not in found)
+        number, kind = max(able, key=lambda case: len(pairs[case] & missing) / costs[case[0]])
+        found[number] = kind
+        missing -= pairs[number, kind]
+    for number in sorted(found, key=lambda number: -costs[number]):
+        others = set[Pair]().union(*(pairs[case] for case in found.items() if case[0] != number))
+        if pairs[number, found[number]] <= others:
+            del found[number]
+    return found
+
+
+WITHOUT_ADAPTERS = deal(CASES, CHOICES, seed=1)
+ADAPTED = fewest_adapted(WITHOUT_ADAPTERS)
+"""Cases whose adapters are trained in the usual run; `pytest --all-layouts` trains those of all.
+
+They are trained after the model, on the same ranks, so that all weights learn in every case, too.
+"""
+KINDS = itertools.cycle(ADAPTERS)
+DEALT = [chosen | {"adapter": ADAPTED.get(n) or next(KINDS)} for n, chosen in enumerate(WITHOUT_ADAPTERS)]
+
+
+def pairs_of_adapters(pairs: Set[Pair]) -> set[Pair]:
+    """Those that are a kind of adapter and a value of another feature."""
+    return {pair for pair in pairs if any(name == "adapter" for name, _ in pair)}
 
 
 def all_cases() -> list[tuple[Layout, Chosen]]:
@@ -258,7 +282,7 @@ def all_cases() -> list[tuple[Layout, Chosen]]:
     return [
         (layout, dealt | dict(zip(IN_THE_PRODUCT, values, strict=True)))
         for layout, dealt, of_layout in zip(CASES, DEALT, CHOICES, strict=True)
-        for values in product(*(of_layout[feature] for feature in IN_THE_PRODUCT))
+        for values in itertools.product(*(of_layout[feature] for feature in IN_THE_PRODUCT))
     ]
 
 

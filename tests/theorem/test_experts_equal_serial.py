@@ -22,7 +22,7 @@ from expert_cases import (
 )
 from pairwise import Chosen, covered_pairs, one_of_each, possible_pairs
 from sweeps import some_of
-from theorem_cases import name_of, passes_of
+from theorem_cases import cost_of, name_of
 
 from megatronish.core.layout import Layout
 
@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = all_expert_cases() if everything else list(zip(EXPERT_CASES, EXPERT_DEALT, strict=True))
         every = everything or metafunc.config.getoption("--check-races")
         own = [{feature: chosen[feature] for feature in OWN} for _, chosen in cases]
-        checked = range(len(cases)) if every else one_of_each(own, [passes_of(*case) for case in cases])
+        checked = range(len(cases)) if every else one_of_each(own, [cost_of(*case) for case in cases])
         metafunc.parametrize(
             ("layout", "chosen", "is_checked"),
             [(*case, number in checked) for number, case in enumerate(cases)],

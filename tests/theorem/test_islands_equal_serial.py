@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from comparison import BF16_LOSS, assert_close, assert_near, whole
 from island_runs import INTERVAL, IslandRecord, serial_islands, train_islands
-from pairwise import Chosen, covered_pairs, pairwise, possible_pairs
+from pairwise import Chosen, covered_pairs, possible_pairs
 from problem import Problem, Spread
 from ranks import run_ranks
 from sweeps import further, some_of
-from theorem_cases import ADAPTERS, adapted_problem_of, choices, name_of, problem_of, spread_of
+from theorem_cases import ADAPTERS, adapted_problem_of, choices, deal, name_of, problem_of, spread_of
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.layout import Layout
@@ -65,7 +65,7 @@ def of_meeting(pairs: set[frozenset[tuple[str, Any]]]) -> set[frozenset[tuple[st
     return {pair for pair in pairs if all(feature in MEETING for feature, _ in pair)}
 
 
-DEALT = pairwise(CHOICES, seed=SEED, wanted=of_meeting(possible_pairs(CHOICES)))
+DEALT = deal(LAYOUTS, CHOICES, seed=SEED, wanted=of_meeting(possible_pairs(CHOICES)))
 
 
 def case_of(layout: Layout, chosen: Chosen) -> tuple[Problem, Spread]:

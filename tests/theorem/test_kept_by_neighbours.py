@@ -12,12 +12,12 @@ import pytest
 import torch
 from comparison import assert_same_training, run_layout, serial, with_margin
 from expert_cases import EXPERTS
-from pairwise import Chosen, covered_pairs, pairwise, possible_pairs
+from pairwise import Chosen, covered_pairs, possible_pairs
 from problem import Problem, Spread
 from ranks import run_ranks
 from sweeps import some_of
 from theorem import Record, train
-from theorem_cases import ADAPTERS, adapted_problem_of, choices, name_of, problem_of, spread_of
+from theorem_cases import ADAPTERS, adapted_problem_of, choices, deal, name_of, problem_of, spread_of
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from megatronish.config.sections.model import ModelConfig
@@ -69,14 +69,14 @@ def of_meeting(pairs: set[frozenset[tuple[str, Any]]]) -> set[frozenset[tuple[st
     return {pair for pair in pairs if all(feature in MEETING for feature, _ in pair)}
 
 
-DEALT = pairwise(CHOICES, seed=SEED, wanted=of_meeting(possible_pairs(CHOICES)))
+DEALT = deal(LAYOUTS, CHOICES, seed=SEED, wanted=of_meeting(possible_pairs(CHOICES)))
 
 
 def case_of(layout: Layout, chosen: Chosen) -> tuple[Problem, Spread]:
     """What is trained, and how it is spread without neighbours that keep anything."""
     adapted = chosen | {"adapter": chosen["trained"]}
     problem = problem_of(layout, chosen) if chosen["trained"] == "model" else adapted_problem_of(layout, adapted)
-    return replace(problem, bf16=chosen["bf16"]), spread_of(layout, chosen)
+    return replace(problem, bf16=chosen["bf16"], sgd_steps=1), spread_of(layout, chosen)
 
 
 def neighbours_of(spread: Spread, chosen: Chosen) -> int:
@@ -130,7 +130,7 @@ EXPERTS_SPREAD = [
 )
 def test_a_layout_with_experts_computes_the_same_bits(spread: Spread, secondary: int) -> None:
     model = ModelConfig(
-        num_layers=4,
+        num_layers=2 * spread.layout.pp,
         hidden_size=16,
         num_attention_heads=4,
         num_experts=8,
@@ -141,7 +141,7 @@ def test_a_layout_with_experts_computes_the_same_bits(spread: Spread, secondary:
         moe_shared_expert_intermediate_size=8,
         **EXPERTS["sigmoid"],
     )
-    problem = Problem(model, seq_length=16, global_batch_size=16)
+    problem = Problem(model, seq_length=16, global_batch_size=2 * spread.layout.dp, sgd_steps=1)
     ranks = run_layout(problem, replace(spread, secondary=secondary))
     assert_equal_bits(ranks, run_layout(problem, spread))
 

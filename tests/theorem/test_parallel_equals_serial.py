@@ -30,9 +30,9 @@ from theorem_cases import (
     adapted_problem_of,
     all_cases,
     choices,
+    cost_of,
     name_of,
     pairs_of_adapters,
-    passes_of,
     problem_of,
     spread_of,
 )
@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def checked_cases(*, is_adapted: bool) -> set[int]:
     """Cheap cases with every value of every feature; those that train adapters have every kind of adapter."""
-    costs = [passes_of(*case) for case in zip(CASES, DEALT, strict=True)]
+    costs = [cost_of(*case) for case in zip(CASES, DEALT, strict=True)]
     if not is_adapted:
         return one_of_each(DEALT, costs)
     numbers = sorted(ADAPTED)

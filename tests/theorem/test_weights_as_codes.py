@@ -13,12 +13,12 @@ import torch
 from comparison import aspects_that_differ, assert_equal_to_serial, serial, whole
 from engines import evaluated
 from expert_cases import expert_problem, expert_spread
-from pairwise import Chosen, covered_pairs, pairwise, possible_pairs
+from pairwise import Chosen, covered_pairs, possible_pairs
 from problem import SGD, Problem, Spread
 from ranks import run_ranks
 from sweeps import some_of
 from theorem import Held, Parts, Record, batches_of, build, masters_of, parts, train
-from theorem_cases import choices, name_of, problem_of, spread_of
+from theorem_cases import choices, deal, name_of, problem_of, spread_of
 from torch import Tensor, nn
 
 from megatronish.core.layout import Layout
@@ -68,7 +68,7 @@ def of_meeting(pairs: set[frozenset[tuple[str, Any]]]) -> set[frozenset[tuple[st
     return {pair for pair in pairs if all(feature in MEETING for feature, _ in pair)}
 
 
-DEALT = pairwise(CHOICES, seed=SEED, wanted=of_meeting(possible_pairs(CHOICES)))
+DEALT = deal(LAYOUTS, CHOICES, seed=SEED, wanted=of_meeting(possible_pairs(CHOICES)))
 
 
 def with_blocks(problem: Problem) -> Problem:
@@ -78,7 +78,7 @@ def with_blocks(problem: Problem) -> Problem:
     if model.num_experts is not None:
         shared = None if model.moe_shared_expert_intermediate_size is None else width
         model = replace(model, moe_ffn_hidden_size=width, moe_shared_expert_intermediate_size=shared)
-    return replace(problem, model=model, weight_block=BLOCK)
+    return replace(problem, model=model, weight_block=BLOCK, sgd_steps=1)
 
 
 def case_of(layout: Layout, chosen: Chosen) -> tuple[Problem, Spread]:
