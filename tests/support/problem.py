@@ -22,8 +22,10 @@ CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 CLIP = 0.5  # below every gradient norm here, so that clipping acts
 CLIP_OF_ADAPTERS = 0.01
 # Large steps for matrices alone: Adam makes whole steps of noise in embeddings, which at 20 times this rate shows.
+# Damped is Adam that makes no whole steps of noise: where weights are codes, such a step reaches the next code.
 OPTIMIZERS = {
     "adam": OptimizerConfig(lr=1e-3, clip_grad=CLIP),
+    "damped": OptimizerConfig(lr=1e-3, adam_eps=1e-4, clip_grad=CLIP),
     "muon": OptimizerConfig(optimizer="muon", lr=1e-3, muon_nesterov=True, muon_extra_scale_factor=4.0, clip_grad=CLIP),
 }
 

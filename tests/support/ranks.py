@@ -63,7 +63,9 @@ def is_running(pid: int) -> bool:
 def warm_context() -> ForkServerContext:
     """Multiprocessing context whose server has torch loaded and has computed nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run"])
+    # The last two are what a run's main rank imports otherwise, each time.
+    late = ("torch.utils.tensorboard", "matplotlib.backends.backend_agg")
+    context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run", *late])
     return context
 
 

@@ -56,7 +56,7 @@ def choices_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
     Muon is left out: what it makes of rounding is enough for one of thousands of codes to become its neighbour.
     """
-    of_layout = {"kept": (False, True) if layout.dp * layout.cp >= 4 else (False,), "optimizer": ("adam",)}
+    of_layout = {"kept": (False, True) if layout.dp * layout.cp >= 4 else (False,), "optimizer": ("damped",)}
     return choices(layout) | of_layout
 
 
