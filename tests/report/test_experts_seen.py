@@ -26,7 +26,7 @@ SEEN = ("load_balancing_loss", "router_z_loss", "largest_expert_load", "num_idle
 
 def run(folder: Path, flags: str) -> Path:
     """The folder of a run with these flags."""
-    train_on_ranks(tiny(folder, flags), world_size=world_size_of(flags))
+    train_on_ranks(tiny(folder, flags), world_size=world_size_of(flags), draws=True)
     return folder
 
 

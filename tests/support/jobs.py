@@ -6,6 +6,7 @@ exit status, messages, signals and kills. A `plant` (a function at the top of a 
 """
 
 import contextlib
+import gc
 import io
 import itertools
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from ranks import run_ranks, wait_until, warm_context
 
 from megatronish.commands.pretrain import main
@@ -27,6 +29,7 @@ from megatronish.data.indexed import IndexedWriter
 from megatronish.formats.start import read_start
 from megatronish.launch.place import Place
 from megatronish.report.plot import read_lines
+from megatronish.train import run
 from megatronish.train.run import train
 
 SECONDS = 60.0  # no job here takes a tenth of that on an idle machine
@@ -91,13 +94,31 @@ def state_of(run_dir: Path, step: int) -> dict[str, Any]:
     return json.loads((run_dir / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
 
 
-def train_on_ranks(argv: Sequence[str], *, world_size: int = 1) -> str:
-    """Run `train` on `world_size` ranks; what the main rank printed."""
-    return run_ranks(world_size, be_rank, list(argv))[0]
+def train_on_ranks(argv: Sequence[str], *, world_size: int = 1, draws: bool = False) -> str:
+    """Run `train` on `world_size` ranks; what the main rank printed. Its curves are drawn where they are looked at."""
+    return run_ranks(world_size, be_rank, list(argv), draws)[0]
 
 
-def be_rank(place: Place, argv: list[str]) -> str:
+def be_rank(place: Place, argv: list[str], draws: bool = False) -> str:
     """One rank of a run; what it printed."""
+    with contextlib.nullcontext() if draws else _no_curves():
+        return _be_rank(place, argv)
+
+
+@contextlib.contextmanager
+def _no_curves() -> Iterator[None]:
+    """Meanwhile a run draws no curves, which would take a tenth of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "draw_curves", _leave_an_empty_file)
+        yield
+
+
+def _leave_an_empty_file(folder: Path) -> None:
+    """In the place of curves: that they are there says that a run has had its ending."""
+    (folder / "loss.png").touch()
+
+
+def _be_rank(place: Place, argv: list[str]) -> str:
     config, notes = read_config(argv, read_start=read_start)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         status = train(config, notes, place)
@@ -123,6 +144,7 @@ def _in_worker(_place: Place, argv: list[str], environ: dict[str, str], main: Ca
     os.environ.update(environ)
     try:
         with (
+            _no_curves(),
             contextlib.redirect_stdout(io.StringIO()) as output,
             contextlib.redirect_stderr(io.StringIO()) as errors,
         ):
@@ -184,12 +206,16 @@ def started(
     main: Callable[[list[str]], int] = main,
     plant: Callable[..., None] | None = None,
     plant_args: Sequence[Any] = (),
+    draws: bool = False,
 ) -> Iterator[Job]:
-    """`main(ARGV)` while it runs, killed at the end; its output goes into a new folder in `folder`."""
+    """`main(ARGV)` while it runs, killed at the end; its output goes into a new folder in `folder`.
+
+    Its curves are drawn where they are looked at.
+    """
     context = warm_context()
     own = folder / f"job_{next(_numbers)}"
     own.mkdir(parents=True)
-    process = context.Process(target=_be_job, args=(own, list(argv), main, plant, plant_args))
+    process = context.Process(target=_be_job, args=(own, list(argv), main, plant, plant_args, draws))
     process.start()
     job = Job(process, own)
     try:
@@ -220,7 +246,11 @@ def _be_job(
     main: Callable[[list[str]], int],
     plant: Callable[..., None] | None,
     plant_args: Sequence[Any],
+    draws: bool,
 ) -> None:
+    gc.freeze()
+    if not draws:
+        run.draw_curves = _leave_an_empty_file  # this process is the job's alone
     os.setsid()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)

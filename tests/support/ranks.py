@@ -8,6 +8,7 @@ goes in its arguments, for a worker sees neither the test's environment variable
 
 import atexit
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -165,6 +166,7 @@ def _stacks(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) ->
 
 def _serve(pipe: Connection, stack_file: Path) -> None:
     """The life of a worker: call after call, until pytest is gone."""
+    gc.freeze()  # a collection would look through all modules, and write into the pages that they share
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_pytest, daemon=True).start()
     meet_on_loopback()

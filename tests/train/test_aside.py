@@ -82,7 +82,7 @@ def test_what_looks_at_a_run_never_ends_it(tmp_path: Path) -> None:
 
 def test_what_is_computed_before_and_after_training_never_ends_a_run(tmp_path: Path) -> None:
     flags = "--dp 2 --straggler-interval 2 --check-replicas-interval 2"
-    ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=plant_at_the_start)
+    ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=plant_at_the_start, draws=True)
     assert ended.status == 0, ended.errors
     for name in (
         *("the forecast", "the table of expected costs", "the audit of the chats", "the comparison of replicas"),

@@ -72,7 +72,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run_dir(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     """A whole run of six steps on two stages; what it printed is in `printed` beside it."""
     folder = tmp_path_factory.mktemp("whole")
-    ended = run_job(tiny(folder / "run", f"{FLAGS} --pp 2", data=data), folder)
+    ended = run_job(tiny(folder / "run", f"{FLAGS} --pp 2", data=data), folder, draws=True)
     assert ended.status == 0, ended
     (folder / "run" / "printed").write_text(ended.output)
     return folder / "run"
