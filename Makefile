@@ -21,6 +21,9 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 TORCH = "$$(grep '^torch==' requirements.txt)"
 BENCH_READY = $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.megatronish-requirements,$(wildcard benchmarks/environments/*.txt))
 
+# Where it is set, each of the hundreds of processes that tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 help: ## this list
 	@echo 'make TARGET [PYTHON=python3.12] [VENV=.venv] [PRETRAIN_FLAGS="--train-iters 100 ..."]'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F '|' '{ printf "  %-12s %s\n", $$1, $$2 }'
