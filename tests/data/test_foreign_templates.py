@@ -131,7 +131,7 @@ def test_many_slow_texts_exceed_the_bounds_together_and_many_quick_ones_do_not(
     monkeypatch.setattr(template, "BOUNDS", ChildBounds(seconds=0.2, seconds_each=0.005))
     quick, slow = (
         made("{{ messages[0].content }}"),
-        made("{% for i in range(99999) %}{{ '' if i + i else 1 }}{% endfor %}"),
+        made("{% for n in range(8) %}{% for i in range(99999) %}{{ '' if i + i else 1 }}{% endfor %}{% endfor %}"),
     )
     for _ in range(300):
         quick.render([{"role": "user", "content": "a"}])
