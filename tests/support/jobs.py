@@ -115,7 +115,8 @@ def _no_curves() -> Iterator[None]:
 
 def _leave_an_empty_file(folder: Path) -> None:
     """In the place of curves: that they are there says that a run has had its ending."""
-    (folder / "loss.png").touch()
+    with contextlib.suppress(OSError):  # as what cannot be drawn ends no run
+        (folder / "loss.png").touch()
 
 
 def _be_rank(place: Place, argv: list[str]) -> str:
