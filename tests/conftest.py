@@ -18,6 +18,8 @@ for folder in (TESTS.parent, TESTS, *sorted({path.parent for path in TESTS.rglob
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+SLOW = ("processes", "long")
+"""Marks of tests that --fast leaves out."""
 PEERS = ("megatron.core", "transformers")
 
 
@@ -32,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test-all` (see test_parallel_equals_serial.py) and `make test-fast` (see support/processes.py)."""
     parser.addoption("--all-layouts", action="store_true", help="every layout with the product of its features")
     parser.addoption("--check-races", action="store_true", help="every layout under the check of happens_before.py")
-    parser.addoption("--fast", action="store_true", help="leave out tests that start processes")
+    parser.addoption("--fast", action="store_true", help="leave out what starts processes or takes long")
     parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the tests, dealt by name")
 
 
@@ -63,14 +65,14 @@ def leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def leave_out_processes(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that start processes, and let no other start one."""
+    """Deselect the tests that start processes or take long, and let no other start a process."""
     import processes  # late: it is found by the path that is made above
 
     from megatronish.ops.native import SOURCES, native
 
     processes.mark_starters(items)
-    left_out = [item for item in items if item.get_closest_marker("processes") is not None]
-    items[:] = [item for item in items if item.get_closest_marker("processes") is None]
+    left_out = [item for item in items if any(map(item.get_closest_marker, SLOW))]
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, SLOW))]
     config.hook.pytest_deselected(items=left_out)
     for name in SOURCES:
         native(name)  # compiled here if it is not yet, as no test may start the compiler

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,7 +172,10 @@ def imports_of(path: Path, source: str) -> Iterator[Import]:
             yield Import(path, node.lineno, "torch.distributed")
 
 
-IMPORTS = [found for path in FILES for found in imports_of(path, path.read_text())]
+@cache
+def all_imports() -> list[Import]:
+    """Those of all files."""
+    return [found for path in FILES for found in imports_of(path, path.read_text())]
 
 
 def test_every_way_to_import_is_seen() -> None:
@@ -207,9 +211,10 @@ def test_the_readme_names_every_folder() -> None:
     assert folders <= words, f"the README has no line for {folders - words}"
 
 
+@pytest.mark.long
 def test_imports_go_down_the_layers() -> None:
     breaks = []
-    for found in IMPORTS:
+    for found in all_imports():
         source, target = part_of(module_of(found.path)), part_of(found.module)
         if source is None or target is None or source == target or target not in ROW_OF:
             continue
@@ -221,7 +226,7 @@ def test_imports_go_down_the_layers() -> None:
 
 def test_no_module_imports_itself_round_a_corner() -> None:
     graph: dict[str, set[str]] = {module: set() for module in MODULES}
-    for found in IMPORTS:
+    for found in all_imports():
         if found.module in MODULES:
             graph[module_of(found.path)].add(found.module)
     # Modules without what they import, layer after layer: what is never free stands on a cycle, or above one.
@@ -233,7 +238,7 @@ def test_no_module_imports_itself_round_a_corner() -> None:
 
 def test_files_hold_together() -> None:
     importers: dict[str, set[Path]] = {}
-    for found in IMPORTS:
+    for found in all_imports():
         importers.setdefault(found.module, set()).add(found.path)
     fragments = []
     for path in FILES:
@@ -249,7 +254,7 @@ def test_files_hold_together() -> None:
 def test_torch_distributed_stays_where_it_belongs() -> None:
     breaks = [
         f"{found.where}: {found.module}; go through comm.py"
-        for found in IMPORTS
+        for found in all_imports()
         if found.module.startswith("torch.distributed")
         and not str(found.path.relative_to(PACKAGE)).startswith(MAY_USE_TORCH_DISTRIBUTED)
     ]

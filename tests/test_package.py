@@ -78,6 +78,7 @@ def test_every_requirement_is_pinned_and_within_its_range(monkeypatch: pytest.Mo
     assert next(iter(pinned)) == "torch", "torch comes first, so that nothing else brings a build of its own"
 
 
+@pytest.mark.long
 def test_every_requirement_is_imported_and_every_import_required(monkeypatch: pytest.MonkeyPatch) -> None:
     required = {name_of(requirement) for requirement in metadata(monkeypatch)["install_requires"]}
     names = imported()

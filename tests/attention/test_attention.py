@@ -157,6 +157,7 @@ def by_definition(case: Case) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v) if sinks is None else (q, k, v, sinks), dout)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.dropout])
 def test_attention_is_what_its_definition_says(name: str) -> None:
     found, expected = computed(CASES[name], "unfused", dtype=torch.float64), by_definition(CASES[name])
@@ -197,6 +198,7 @@ def check_backends(case: Case, *, dtype: torch.dtype, device: str, tolerance: fl
             assert (actual - exact).abs().max() <= tolerance * max(1.0, float(exact.abs().max())), (backend, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_every_backend_is_the_same_attention(name: str) -> None:
     check_backends(CASES[name], dtype=torch.float32, device="cpu", tolerance=1e-5)

@@ -49,6 +49,7 @@ def by_dense_mask(mask: AttentionMask, *, sinks: bool) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, *([sink] if sinks else [])), dout)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others", ["nothing", "documents", "alibi", "sinks", "all"])
 @pytest.mark.parametrize("name", SIGHTS)
 def test_it_is_attention_under_a_dense_mask(name: str, others: str) -> None:

@@ -53,6 +53,7 @@ def results(backend: Any, mask: AttentionMask, given: list[Tensor], *, sinks: bo
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cpp", [True, False], ids=["in C++", "by torch"])
 @pytest.mark.parametrize(
     ("kv_heads", "sinks"), some_of(product((4, 2, 1), (False, True)), [(4, True), (2, False), (1, True)])
@@ -87,6 +88,7 @@ def test_blocks_of_some_samples_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.undo()
 
 
+@pytest.mark.long
 def test_the_gradients_in_fp64_are_those_of_differences() -> None:
     mask = AttentionMask(7, window_size=4)
     dropout = ProbabilityDropout(KEYS, torch.arange(2), 0.3)
@@ -141,6 +143,7 @@ def test_the_memory_in_between_is_that_of_blocks() -> None:
     assert largest <= heads * dropout_attention.BLOCK_QUERIES * length * 4 < length * length * heads * 4 // 16
 
 
+@pytest.mark.long
 def test_torch_finds_nothing_wrong_with_the_operator() -> None:
     q, k, v, sinks = inputs(2)
     others = (KEYS, torch.arange(BATCH), DOCUMENTS, torch.tensor([0.5, 0.25, 0.1, 0.05]), 5, 40, True, 0.2)
@@ -148,6 +151,7 @@ def test_torch_finds_nothing_wrong_with_the_operator() -> None:
         torch.library.opcheck(torch.ops.megatronish.dropped_attention.default, (q, k, v, given, *others))
 
 
+@pytest.mark.long
 def test_it_compiles_without_a_break() -> None:
     torch._dynamo.reset()
     mask, dropout = MASKS["causal"], ProbabilityDropout(KEYS, torch.arange(BATCH), 0.2)

@@ -88,6 +88,7 @@ def test_a_block_mask_is_that_of_torch(documents: bool) -> None:
     assert torch.equal(ours.to_dense(), theirs.to_dense())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: f"{pattern.name} of {pattern.block_size}")
 def test_a_block_mask_of_a_pattern_is_that_of_torch(pattern: BlockPattern) -> None:
     """Blocks of the pattern are smaller than those of FlexAttention, larger, or equal."""
@@ -119,6 +120,7 @@ def test_a_window_saves_work() -> None:
     assert computed.max() == 2
 
 
+@pytest.mark.long
 def test_documents_in_any_order_lose_no_pair() -> None:
     """Ids that do not rise cost blocks, never scores."""
     ids = torch.randint(0, 3, (2, 300), generator=torch.Generator().manual_seed(0))
@@ -139,6 +141,7 @@ def _gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_gradients_on_cpu")
 @pytest.mark.parametrize(
     ("window", "documents", "alibi", "kv_heads"),
@@ -169,6 +172,7 @@ def test_sizes_that_are_symbols_in_a_graph_break_none() -> None:
             torch.testing.assert_close(found, _by_sdpa(*inputs, mask))
 
 
+@pytest.mark.long
 def test_another_micro_batch_compiles_nothing() -> None:
     """A mask with new documents is a new function and new tensors; the compiled one serves it."""
     counter = CompileCounter()
@@ -182,6 +186,7 @@ def test_another_micro_batch_compiles_nothing() -> None:
     assert counter.frame_count == 2, "another window is another kernel"
 
 
+@pytest.mark.long
 def test_more_lengths_than_torch_compiles_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where torch's limit of 8 ended a run at the ninth length; here it is 1, as each takes seconds.
 

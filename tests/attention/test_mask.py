@@ -86,6 +86,7 @@ def test_a_mask_says_of_any_positions_what_the_definition_says(window: int | Non
         assert mask.whole is mask.whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("window", "pattern"), [*((window, None) for window in WINDOWS), *((None, p) for p in PATTERNS)]
 )

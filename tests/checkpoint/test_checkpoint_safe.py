@@ -209,6 +209,7 @@ def test_rectangles_that_overlap_are_refused(checkpoint: Path, shape: tuple[int,
         read_whole(checkpoint)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(2048,), (1, 2048), (32, 64)])
 def test_thousands_of_rectangles_side_by_side_are_one_tensor(shape: tuple[int, ...]) -> None:
     chunks = [chunk(offsets, (1,) * len(shape)) for offsets in itertools.product(*map(range, shape))]

@@ -281,6 +281,7 @@ def test_a_copy_that_fails_is_tried_again_ever_later(
     ]
 
 
+@pytest.mark.long
 def test_a_run_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has called train_rank may go on, and a thread would write and communicate beside it."""
     done = []

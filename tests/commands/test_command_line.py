@@ -59,6 +59,7 @@ def test_the_version_is_that_of_the_package(flag: str, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == f"megatronish {__version__}\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [*([name, "--help"] for name in COMMANDS), ["help", "merge"]], ids=" ".join)
 def test_the_help_of_a_command_names_the_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -162,6 +162,7 @@ def configs(framework: Framework, numbers: random.Random, count: int) -> Iterato
         yield objects("", 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", list(LISTS))
 def test_no_config_of_a_stranger_becomes_a_key_that_was_not_meant(framework: Framework, tmp_path: Path) -> None:
     numbers, read, refused = random.Random(31), 0, list[str]()

@@ -386,6 +386,7 @@ def test_a_launch_script_runs_with_its_files_at_hand(
     assert problems([*kept, "--dry-run"]) == []
 
 
+@pytest.mark.long
 def test_configs_of_megatrons_tests_are_clean() -> None:
     """All but those of parts that are not there; variables of the shell stand for files and numbers."""
     unclean = {}
@@ -475,6 +476,7 @@ MEGATRONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", MEGATRONS)
 def test_every_flag_of_megatrons_experts_works_or_says_why_not(flags: str) -> None:
     words, told = [*BASE, *["--num-experts", "8", "--num-layers", "4"], *flags.split()], MEGATRONS[flags]

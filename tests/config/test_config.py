@@ -27,6 +27,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 # reading
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_is_sound_and_survives_being_written_down(path: Path, tmp_path: Path) -> None:
     config, _ = read_config(["--config", str(path), "--mock-data"])
@@ -351,6 +352,7 @@ def test_what_does_not_follow_from_a_misspelled_flag_is_told_too() -> None:
     assert any("tensor_model_parallel_size" in problem for problem in problems[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "ours"), list(SYNONYMS.items()), ids=str)
 def test_names_of_other_programs_lead_to_ours(name: str, ours: str) -> None:
     if ours.replace("-", "_") in FIELDS:

@@ -70,6 +70,7 @@ def reading(config: Config, names: set[str]) -> Config:
     return Config(**sections)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.complaint.__name__)
 def test_a_rule_names_every_field_that_it_reads(rule: ConfigRule) -> None:
     read: set[str] = set()

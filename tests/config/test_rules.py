@@ -8,6 +8,7 @@ from command_lines import problems, small
 from megatronish.config.fields import FIELDS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

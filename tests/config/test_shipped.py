@@ -52,6 +52,7 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(tmp_path: Path, mo
         read_config(["--config", "demmo"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "files"), [("demo", 2), ("quick", 1)])
 def test_missing_data_of_a_demo_is_made_by_the_commands_that_the_message_names(
     name: str, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

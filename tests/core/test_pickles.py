@@ -77,6 +77,7 @@ def test_what_is_no_pickle_is_no_bomb(data: bytes) -> None:
         refuse_bombs(data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_any_content_of_a_checkpoint_is_let_through(protocol: int) -> None:
     shared = (1, "a", 2.0)

@@ -111,6 +111,7 @@ def assert_equal(found: list[Seen], alone: Seen) -> None:
         assert_close(name, gradient, expected[name])
 
 
+@pytest.mark.long
 def test_packed_rows_are_the_same_chats_one_a_row(folder: Path, alone: Seen) -> None:
     packed = one_step(Place(), ParallelConfig(), str(folder), True)
     assert (packed.rows, alone.rows) == (14, 30)

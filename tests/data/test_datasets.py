@@ -120,6 +120,7 @@ BLENDS: list[tuple[float, ...]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", BLENDS)
 def test_a_blend_keeps_the_bounds_it_states(weights: tuple[float, ...]) -> None:
     """Ahead by at most 1 - 1/n, behind by at most 1/2 + ... + 1/n."""

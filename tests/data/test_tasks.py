@@ -101,6 +101,7 @@ def in_one(prefix: Path, files: list[Path], bad: list[str] | None = None) -> tup
     return bin_path(name).read_bytes(), idx_path(name).read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_tasks", [1, 2, 3, 7, 61])
 def test_bytes_and_bad_lines_are_those_of_one_process_for_any_number_and_order_of_tasks(
     tmp_path: Path, num_tasks: int

@@ -215,6 +215,7 @@ OTHER_FLAGS_IN = ("COMING_FROM.md", "CONVERT.md", "DESIGN.md", "FLAGS.md", "GLOS
 """Documents that name flags of other frameworks, or of earlier versions."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_flag_in_a_text_exists(document: Path) -> None:
     if document.name in OTHER_FLAGS_IN:

@@ -58,10 +58,12 @@ def test_the_page_quotes_messages() -> None:
     assert len(QUOTED) > 40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_quoted_message_is_printed_by_the_package(message: str) -> None:
     assert is_printed(message), f"no string of the package has {message!r}; quote it as it is printed"
 
 
+@pytest.mark.long
 def test_a_message_that_nobody_prints_is_noticed() -> None:
     assert not is_printed("the run ... was eaten by a dragon")

@@ -35,6 +35,7 @@ def peak_and_flops(references: Mapping[Any, Reference], *, length: int, window: 
     return recorder.ledger.peak, recorder.parts["build"].flops
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("length", "window"),
     some_of([(512, None), (1000, None), (1000, 100), (40, None)], [(1000, 100), (40, None)]),

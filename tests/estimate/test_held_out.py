@@ -92,6 +92,7 @@ def predicted(row: Published) -> float:
     return 100 * mfu(search, seconds) if row.rate < 100 else search.work.tokens / seconds / row.gpus
 
 
+@pytest.mark.long
 def test_steps_of_other_machines_and_models_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     errors = {name: predicted(row) / row.rate - 1 for name, row in ROWS.items()}
     mean = sum(map(abs, errors.values())) / len(errors)

@@ -129,6 +129,7 @@ def test_a_row_counts_the_parameters_of_the_block_as_tp_cuts_them(name: str) -> 
         assert sum(each.num_elements for each in collect_shardings(block).values()) == parameters.total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_counts_the_flops_of_a_forward(name: str) -> None:
     model, cost = MODELS[name], cost_of(replace(MODELS[name], window_size=None))
@@ -158,6 +159,7 @@ WAYS = [(name, backend, dtype) for name in MODELS for backend in ("auto", "unfus
 
 
 # Each model with both backends, and with both types.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend", "dtype"),
     some_of(WAYS, [way for way in WAYS if (way[1] == "auto") == (way[2] == torch.float32)]),

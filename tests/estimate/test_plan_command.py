@@ -24,6 +24,7 @@ def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str
     return status, out, err
 
 
+@pytest.mark.long
 def test_the_list_the_explanation_and_the_config_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = plan(*SMALL, "--network", "400Gb/s", "--layouts", "3", capsys=capsys)
     assert status == 0
@@ -60,6 +61,7 @@ def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
         assert part in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -104,6 +106,7 @@ def test_impossible_requests_are_one_sentence_each(
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_what_does_not_fit_names_what_is_missing_and_the_cheapest_change(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = plan(*SMALL[:4], "--gpus", "2", "--device", "a100-sxm-40", capsys=capsys)
     assert status == 2
@@ -114,6 +117,7 @@ def test_what_does_not_fit_names_what_is_missing_and_the_cheapest_change(capsys:
 LLAMA_70B = ["--config", str(ROOT / "configs/llama-70b.toml"), "--vocab-size", "128256", "--device", "h100-sxm"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [
@@ -132,6 +136,7 @@ def test_the_layout_of_the_file_is_no_reason_to_refuse(words: list[str], capsys:
         assert (note in out) == any(flag in word for word in words)
 
 
+@pytest.mark.long
 def test_remedies_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = plan(*LLAMA_70B, "--gpus", "16", "--explain", "tp=1", capsys=capsys)
     assert "no single change makes it fit; leave --explain out, which lists layouts that do" in err
@@ -172,6 +177,7 @@ def collective(name: str, *, ranks: int, nodes: int, bandwidth: float, alpha: fl
     )
 
 
+@pytest.mark.long
 def test_measurements_calibrate_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured, device = tmp_path / "measured.jsonl", tmp_path / "mine.toml"
     probe = {"device": "MyGPU", "precision": "bf16", "tflops": 600.0, "host_seconds_a_layer": 2e-4}

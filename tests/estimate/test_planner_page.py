@@ -52,6 +52,7 @@ def is_long(block: re.Match[str]) -> bool:
     return "--explain" not in block[1] and any(f"--config {name} " in block[1] for name in LONG)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "block",
     [further(block) if is_long(block) else block for block in BLOCKS],

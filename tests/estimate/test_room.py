@@ -34,6 +34,7 @@ def gpu(gib: float) -> RankRoom:
     return RankRoom("node7 boot", 2000 * GIB, ("NVIDIA H100", int(gib * GIB)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "gib"),
     [

@@ -29,6 +29,7 @@ def searched(session_folder: Path) -> Find:
     return lambda name: (search_of(name), searches.searched(name, session_folder).result)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layouts", "most"), [further(("gpt3-175b", 50_000, 20_000_000)), ("llama-70b", 45_000, 12_000_000)]
 )
@@ -41,6 +42,7 @@ def test_fifty_thousand_layouts_take_seconds(name: str, layouts: int, most: int,
     assert calls < most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some_of(CASES, ["llama-70b"]))
 def test_what_is_found_is_accepted_by_the_real_rules(name: str, searched: Find) -> None:
     search, tried = searched(name)
@@ -49,6 +51,7 @@ def test_what_is_found_is_accepted_by_the_real_rules(name: str, searched: Find) 
         assert complaints(config_of(search.config, each.candidate)) == [], each.candidate
 
 
+@pytest.mark.long
 def test_what_is_found_of_experts_on_few_devices_is_accepted_by_the_real_rules() -> None:
     search = search_of("qwen3-30b-a3b", gpus=8)
     for each in random.Random(1).sample(search.run().found, 15):
@@ -83,6 +86,7 @@ def sizes_of(search: Search, number: int) -> list[tuple[Candidate, int, int]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*CASES, *OTHERS])
 def test_a_layout_has_the_same_memory_in_a_search_and_by_itself(name: str) -> None:
     gpus, flags = OTHERS.get(name, (None, ""))
@@ -91,6 +95,7 @@ def test_a_layout_has_the_same_memory_in_a_search_and_by_itself(name: str) -> No
         assert among_others == by_itself, candidate
 
 
+@pytest.mark.long
 def test_rows_of_experts_that_zero3_pads_are_in_the_memory_of_the_search() -> None:
     search, found = search_of("qwen3-30b-a3b", "--global-batch-size", "480", gpus=48), 0
     for mesh in search.meshes():
@@ -123,6 +128,7 @@ def test_the_closed_form_of_a_pipeline_is_near_the_simulator(name: str, searched
     assert sorted(map(abs, off))[len(off) // 2] < 0.04
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [4, 8, 16])
 @pytest.mark.parametrize("times", [(1, 1, 1), (1, 1.2, 0.8), (1, 1.6, 0.9), (1, 2, 1), (1, 1.1, 0.5)])
 def test_the_closed_form_of_zb_v_has_the_bubble_of_the_simulator(stages: int, times: tuple[float, ...]) -> None:
@@ -185,6 +191,7 @@ def test_what_is_known_of_the_error_widens_the_interval() -> None:
     assert low == pytest.approx(0.88 * step.low) and high == pytest.approx(1.12 * step.high)
 
 
+@pytest.mark.long
 def test_the_short_list_has_different_meshes_and_a_conventional_layout(searched: Find) -> None:
     search, _ = searched("llama-70b")
     chosen = short_list(search, number=3)
@@ -202,6 +209,7 @@ def test_the_short_list_has_different_meshes_and_a_conventional_layout(searched:
         assert sum(each.fullest.owners.values()) == each.fullest.memory.total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "gpus"), [("--cuda-graph", 64), ("--rampup-batch-size 48 16 10000 --global-batch-size 512", 64)]
 )
@@ -222,6 +230,7 @@ def test_experts_may_be_shared_where_dense_layers_are_not() -> None:
     assert {zero for _, zeros in search.families(mesh) for zero in zeros} == {0, 1, 2, 3}
 
 
+@pytest.mark.long
 def test_zero3_under_a_pipeline_has_to_be_asked_for(searched: Find) -> None:
     _, tried = searched("llama-70b")
     assert not [each for each in tried.found if each.candidate.zero == 3 and each.candidate.mesh.pp > 1]
@@ -230,6 +239,7 @@ def test_zero3_under_a_pipeline_has_to_be_asked_for(searched: Find) -> None:
     assert [each for each in search.run().found if each.candidate.zero == 3 and each.candidate.mesh.pp > 1]
 
 
+@pytest.mark.long
 def test_parameters_on_the_cpu_are_planned_with_zero3_alone() -> None:
     search = search_of("llama-70b", "--param-cpu-offload", "--zero-stage", "3", gpus=64)
     for in_pipelines in (False, True):

@@ -51,6 +51,7 @@ def as_listed(name: str, tensor: torch.Tensor, sharding: Sharding) -> StageParam
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("stage", ["first", "last"])
 def test_the_list_is_that_of_the_model(name: str, stage: str) -> None:

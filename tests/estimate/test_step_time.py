@@ -126,6 +126,7 @@ def test_cp_takes_as_long_as_the_bytes_that_the_engine_sends(kind: str, recomput
     assert sent == pytest.approx(of_cp / (m * config.model.num_layers), rel=1e-6)
 
 
+@pytest.mark.long
 def test_transfers_grow_evenly_with_the_micro_batches() -> None:
     layout = "tp=8,pp=8,micro=1,zero=1,sp"
     transfers = [

@@ -66,6 +66,7 @@ vocab_extra_ids = 100
 """
 
 
+@pytest.mark.long
 def test_a_plan_of_a_t5_is_a_config_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, planned = tmp_path / "t5.toml", tmp_path / "plan.toml"
     config.write_text(CONFIG)

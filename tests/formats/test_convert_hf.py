@@ -50,6 +50,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_round_trip_keeps_every_bit_and_the_config(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

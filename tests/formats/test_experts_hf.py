@@ -46,6 +46,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_round_trip_keeps_every_bit_and_publishes_single_experts(tmp_path: Path, name: str, is_packed: bool) -> None:

@@ -93,6 +93,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some_of(SHAPES, ["deepseek"]))
 def test_every_layout_comes_back_and_becomes_another(tmp_path: Path, name: str) -> None:
     expected = random_model(SHAPES[name])

@@ -114,6 +114,7 @@ LAYOUTS: list[dict[str, Any]] = [
 # Layouts.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some_of(SHAPES, ["gpt2", "llama", "gpt-oss"]))
 def test_every_layout_comes_back_and_becomes_every_other(tmp_path: Path, name: str) -> None:
     expected = random_model(SHAPES[name])
@@ -367,6 +368,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         save(tmp_path / "a", GPT2, tensors)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [

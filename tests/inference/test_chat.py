@@ -100,6 +100,7 @@ def test_a_shared_base_is_in_memory_once(models: Models) -> None:
     assert extra == 2 * of_one
 
 
+@pytest.mark.long
 def test_generation_applies_the_adapter_of_this_name(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
     def written(flags: str) -> str:
         assert generate([*f"--load {models.base} {GREEDY} --prompt x".split(), *flags.split()]) == 0

@@ -106,6 +106,7 @@ def written(capsys: pytest.CaptureFixture[str], load: Path, prompt: str = PROMPT
     return capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lengths", [(1, 5, 9), (3, 3, 3), (4, S - 2, S + 5)], ids=str)
 @pytest.mark.parametrize(
     "variant",
@@ -181,6 +182,7 @@ def test_an_end_of_document_that_comes_first_leaves_nothing() -> None:
     assert texts_of(model, [[1, 2]], num_tokens=0, seq_length=S) == [[]]
 
 
+@pytest.mark.long
 def test_tokens_are_chosen_as_often_as_is_likely() -> None:
     probabilities = torch.tensor([0.1, 0.5, 0.15, 0.25], dtype=torch.float64)
     count = 2**18

@@ -339,6 +339,7 @@ def _plain_frequency(config: ModelConfig, pair: int, size: int) -> float:
 # The tests
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_a_plain_model(name: str, documents: bool) -> None:

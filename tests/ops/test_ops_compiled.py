@@ -91,6 +91,7 @@ WAYS: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WAYS)
 def test_whatever_is_compiled_is_compiled_behind_the_guard(name: str, temporary: Path, tmp_path: Path) -> None:
     (temporary / NAME).symlink_to(tmp_path)

@@ -122,6 +122,7 @@ def test_threads_change_no_bit() -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_opcheck(dtype: torch.dtype) -> None:
     q, k, v, dout = tensors((40, 2, 4, 2, 8, 9), dtype)

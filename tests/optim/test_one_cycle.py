@@ -178,6 +178,7 @@ def test_the_cosine_starts_from_its_ratio_one_step_later_there() -> None:
     assert "very first step is 0 there" in found.otherwise["scheduler.params.warmup_min_ratio"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stairs", [None, (0, 0), (5, 3), (7, 0), (0, 4), (22, 23)])
 @pytest.mark.parametrize("halves", [(30, 50), (49, 7), (1, 1), (22, 23)])
 @pytest.mark.parametrize("decay", [0, 6])

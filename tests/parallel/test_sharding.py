@@ -119,6 +119,7 @@ def test_initial_values_are_the_same_for_every_tp(options: dict[str, Any]) -> No
         assert all(bool(count[:VOCABULARY].all()) for count in covered.values())
 
 
+@pytest.mark.long
 def test_a_stage_has_the_names_and_values_of_its_part_of_the_model() -> None:
     whole = gpt(Axis("tp"), num_layers=4)
     initialize(whole, collect_shardings(whole), seed=3, domains=dense_domain(whole.tp.axis))

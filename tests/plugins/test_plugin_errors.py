@@ -77,6 +77,7 @@ def test_an_error_in_a_run_ends_all_ranks_and_names_the_plug_in(
     assert last.endswith(f"{what}; correct the plug-in, or leave it out")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_an_error_in_a_tokenizer_ends_preprocessing_and_names_the_plug_in(tmp_path: Path, workers: str) -> None:
     path = tmp_path / "failing_tokenizer.py"

@@ -33,6 +33,7 @@ def write(folder: Path, losses: dict[int, float | None], evaluations: dict[int, 
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_steps", [0, 1, 5, 400])
 def test_steps_on_the_axis_are_whole_numbers(tmp_path: Path, figure: list[Figure], num_steps: int) -> None:
     write(tmp_path, {step: 3 + 1 / step for step in range(1, num_steps + 1)})

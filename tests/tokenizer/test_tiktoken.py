@@ -87,6 +87,7 @@ def tiktoken(path: Path, **options: object) -> Tokenizer:
     return build_tokenizer(DataConfig(tokenizer_type="tiktoken", tokenizer_model=str(path), **options))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", ["v1", "v2", "gpt2", "cl100k"])
 def test_ids_are_those_of_joining_by_ranks(tmp_path: Path, ranks: list[bytes], pattern: str) -> None:
     tokenizer = tiktoken(text_file(tmp_path, ranks), tiktoken_pattern=pattern)

@@ -89,6 +89,7 @@ def test_what_no_tokenizer_can_be_trained_with_is_refused(
     assert sentence in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_line_that_is_longer_than_the_library_takes_is_learned_from_in_parts(tmp_path: Path) -> None:
     long = b'{"text": "' + b"of words " * (1 << 21) + b'"}'
     assert trained(tmp_path, [long], "--vocab-size", "275") == 0

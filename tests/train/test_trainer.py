@@ -163,6 +163,7 @@ class Records(Hook):
         self.kept.append(record)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ahead", [0, 1])
 def test_the_time_that_a_step_waits_for_its_batch_is_not_of_its_update(num_ahead: int) -> None:
     records = Records()

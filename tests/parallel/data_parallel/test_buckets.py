@@ -388,6 +388,7 @@ def test_scaling_scales_every_gradient() -> None:
     assert values == [[0.5] * 3, [0.5] * 2]
 
 
+@pytest.mark.long
 def test_buckets_go_when_nobody_holds_them() -> None:
     """A hook that held them would be a cycle through autograd, which Python cannot see."""
     parameters = zeros(a=2)

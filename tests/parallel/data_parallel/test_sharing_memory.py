@@ -300,6 +300,7 @@ def test_the_table_of_a_model_of_7b_is_current() -> None:
         assert cells == expected, f"docs/SHARDING.md should say | {flags} | {' | '.join(expected)} |"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_where_nothing_is_padded_the_formula_is_what_a_run_expects(case: str) -> None:
     config = read_config(tiny(Path("never-written"), case))[0]

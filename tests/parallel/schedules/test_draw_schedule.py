@@ -43,6 +43,7 @@ def test_the_last_chunk_of_many_has_a_number() -> None:
     assert draw(timeline).endswith("F3z  F3[26]  F3[27]")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_drawn_into_a_png(name: str, tmp_path: Path) -> None:
     schedule = SCHEDULES[name]

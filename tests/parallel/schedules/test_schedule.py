@@ -52,6 +52,7 @@ def all_sizes(name: str) -> Iterator[tuple[int, int, int]]:
             yield stages, micro_batches, chunks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_schedule_hangs_misses_work_or_crosses_messages(name: str) -> None:
     for stages, micro_batches, chunks in all_sizes(name):
@@ -71,6 +72,7 @@ def test_the_forwards_alone_hang_nowhere(name: str) -> None:
         refuse_hang(forwards, schedule.place(num_stages=stages))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_schedule_is_slower_than_one_f_one_b_or_holds_more_than_all(name: str) -> None:
     for stages, micro_batches, chunks in all_sizes(name):
@@ -79,6 +81,7 @@ def test_no_schedule_is_slower_than_one_f_one_b_or_holds_more_than_all(name: str
         assert max(done.peak_live) <= micro_batches * chunks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_a_pure_function_and_quick(name: str) -> None:
     schedule = SCHEDULES[name]
@@ -123,6 +126,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks_and_holds_what_is_publish
         assert done.peak_live == [min(m * v, live) for live in published]
 
 
+@pytest.mark.long
 def test_interleaving_holds_no_more_for_an_odd_number_of_micro_batches() -> None:
     for p, m, v in all_sizes("interleaved"):
         for s, live in enumerate(simulated("interleaved", p, m, v).peak_live):
@@ -155,6 +159,7 @@ def test_zb_h1_defers_each_weight_gradient_by_as_many_micro_batches_as_the_stage
     ]
 
 
+@pytest.mark.long
 def test_zb_v_has_no_bubble_and_holds_no_more_than_one_f_one_b() -> None:
     for p, m, _ in all_sizes("zb-v"):
         done = simulated("zb-v", p, m)

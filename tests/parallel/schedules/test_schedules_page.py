@@ -88,6 +88,7 @@ def test_the_published_table_is_current() -> None:
     refuse_stale(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_drawings_are_what_the_tool_draws(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
