@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_runs import needs_compiler
+from sweeps import some_of
 from torch import Tensor
 
 from megatronish.attention.flash import attend_alone
@@ -145,9 +146,12 @@ MISTAKES = {
 }
 
 
+FEW = ("a window one key too long", "a panel left out", "hidden scores with a gradient")
+
+
 @needs_compiler
 @pytest.mark.processes
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", some_of(MISTAKES, FEW))
 def test_a_mistake_is_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = MISTAKES[mistake]
     path, *flags = cpp.SOURCES["windowed"]

@@ -48,7 +48,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--pp 2 --tp 2 --ep 2 --etp 1 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
             marks=pytest.mark.sweep,
         ),
-        "--pp 2 --pipeline-schedule zb-v",
+        pytest.param("--pp 2 --pipeline-schedule zb-v", marks=pytest.mark.sweep),
         "--dp 2 --ep 2 --zero-stage 3 --recompute-granularity full",
     ],
 )

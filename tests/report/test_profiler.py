@@ -16,6 +16,7 @@ import torch
 from engines import open_job
 from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
+from sweeps import further
 
 from megatronish.config.sections.run import LogConfig
 from megatronish.launch.place import Place
@@ -76,7 +77,7 @@ COMMUNICATION = {f"communication {axis}" for axis in ("tp", "cp", "dp", "pp", "e
         pytest.param("--dp 2 --zero-stage 3", 2, {"communication dp"}, marks=pytest.mark.sweep),
         ("--pp 2 --pipeline-schedule 1f1b", 2, {"communication pp", "pipeline bubble"}),
         pytest.param("--cp 2", 2, {"communication cp", "communication dp"}, marks=pytest.mark.sweep),
-        ("--dp 2 --ep 2 --num-experts 4 --moe-router-topk 2", 2, {"communication ep", "communication dp"}),
+        further(("--dp 2 --ep 2 --num-experts 4 --moe-router-topk 2", 2, {"communication ep", "communication dp"})),
     ],
     ids=["one process", "tp sp", "zero 1", "zero 3", "1f1b", "cp", "ep"],
 )

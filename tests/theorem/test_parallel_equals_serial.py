@@ -16,7 +16,13 @@ accessed before its wait (support/happens_before.py); `pytest --check-races` tak
 from dataclasses import replace
 
 import pytest
-from comparison import assert_equal_to_serial, assert_near_in_half_precision
+from comparison import (
+    aspects_that_differ,
+    assert_equal_to_serial,
+    assert_near_in_half_precision,
+    off_by_cancellation,
+    serial,
+)
 from pairwise import Chosen, covered_pairs, one_of_each, possible_pairs
 from problem import CHUNKS
 from sweeps import some_of
@@ -111,6 +117,18 @@ def test_windows_longer_than_a_block_train_the_same_model(layout: Layout, others
     assert problem.model.window_size is not None
     problem = replace(problem, seq_length=320, model=replace(problem.model, window_size=70))
     assert_equal_to_serial(problem, spread_of(layout, chosen))
+
+
+def test_a_gradient_that_is_off_a_little_is_off_unless_its_terms_cancel() -> None:
+    """One tensor is off by three times the tolerance, and is as large as with other seeds."""
+    plain = {feature: values[0] for feature, values in choices(Layout()).items()}
+    problem = problem_of(Layout(), plain)
+    exact = serial(problem)
+    name, *_ = exact.gradient_parts
+    off = [held._replace(values=held.values * (1 + 3e-5)) for held in exact.gradient_parts[name]]
+    record = exact._replace(gradient_parts=exact.gradient_parts | {name: off})
+    assert aspects_that_differ([record], exact) == {"gradients"}
+    assert not off_by_cancellation([record], problem)
 
 
 def test_there_are_55_layouts_each_taken() -> None:

@@ -111,7 +111,7 @@ SIZES = "--hidden-size 48 --num-attention-heads 4 --ddp-bucket-size 4000 --globa
 SMALL = f"{SIZES} {NO_DROPOUT} --clip-grad 0"
 CASES = [
     "--dp 2 --zero-stage 1",
-    "--dp 4 --zero-stage 2",
+    further("--dp 4 --zero-stage 2"),
     "--dp 4 --zero-stage 3",
     further("--dp 2 --zero-stage 1 --pp 2 --pipeline-schedule zb-h1"),
     "--dp 2 --zero-stage 2 --tp 2 --sequence-parallel --pp 2",
@@ -119,7 +119,7 @@ CASES = [
     further("--dp 4 --dp-replicate 2 --zero-stage 1 --no-overlap-grad-reduce"),
     "--dp 4 --dp-replicate 2 --zero-stage 3 --bf16",
     "--dp 2 --ep 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear --zero-stage 2 --tp 2",
-    "--dp 4 --ep 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear --zero-stage 3",
+    further("--dp 4 --ep 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear --zero-stage 3"),
     further("--dp 4 --zero-stage 3 --zero-hpz-partition-size 2 --recompute-granularity full --recompute-num-layers 1"),
 ]
 
