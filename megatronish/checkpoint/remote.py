@@ -36,7 +36,7 @@ def objects_below(fs: Any, path: str) -> dict[str, dict[str, Any]]:
             return dict(fs.find(path, detail=True))
         except FileNotFoundError:
             return {}
-    found: dict[str, dict[str, Any]] = {}
+    objects: dict[str, dict[str, Any]] = {}
     folders = [path]
     while folders:
         folder = folders.pop()
@@ -46,10 +46,10 @@ def objects_below(fs: Any, path: str) -> dict[str, dict[str, Any]]:
             continue
         for facts in listed:
             if facts["type"] != "directory":
-                found[facts["name"]] = facts
+                objects[facts["name"]] = facts
             elif facts["name"].rstrip("/") != folder.rstrip("/"):
                 folders.append(facts["name"])
-    return found
+    return objects
 
 
 def _walks(fs: Any) -> bool:
@@ -135,9 +135,9 @@ class RemotePath:
         fs, path = self._opened()
         with _told_as_os_error(self.url):
             fs.invalidate_cache()
-            found = objects_below(fs, path)
+            objects = objects_below(fs, path)
         start = len(path.rstrip("/")) + 1
-        return {name[start:]: info["size"] for name, info in found.items() if info.get("type") == "file"}
+        return {name[start:]: info["size"] for name, info in objects.items() if info.get("type") == "file"}
 
     def open(self, mode: str = "rb", **_options: Any) -> "RemoteFile":
         """Open for reading, or for writing an object that is there once the file is closed."""

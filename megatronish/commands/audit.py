@@ -83,7 +83,7 @@ def run(arguments: AuditArguments) -> int:
     )
     setup = ChatSetup.of(chat, data, tokenizer)
     try:
-        found = build_datasets(
+        dataset = build_datasets(
             data,
             seq_length=arguments.seq_length,
             seed=arguments.seed,
@@ -95,8 +95,8 @@ def run(arguments: AuditArguments) -> int:
         raise
     except ValueError as error:  # weights of --data-path, which a run checks with its config
         raise UserError(f"--data-path {error}") from error
-    assert isinstance(found, ChatDataset)
-    audit = Audit.of(found, setup)
+    assert isinstance(dataset, ChatDataset)
+    audit = Audit.of(dataset, setup)
     print(audit.text(colour=sys.stdout.isatty()))
     if arguments.html is not None:
         try:

@@ -44,8 +44,8 @@ def sources(root: Path) -> list[tuple[str, Path | None]]:
         for path in root.rglob("*.py")
         if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts) and not path.name.startswith(SKIPPED_FILES)
     ]
-    found: list[tuple[str, Path | None]] = [*files, *((f"topics/{topic}.txt", None) for topic in topics)]
-    return sorted(found, key=lambda source: hashlib.sha256(source[0].encode()).digest())
+    all_sources: list[tuple[str, Path | None]] = [*files, *((f"topics/{topic}.txt", None) for topic in topics)]
+    return sorted(all_sources, key=lambda source: hashlib.sha256(source[0].encode()).digest())
 
 
 def read(name: str, path: Path | None) -> str:
@@ -66,11 +66,11 @@ def main(argv: Sequence[str], *, program: str = "megatronish collect-corpus") ->
 
 def collect(arguments: CorpusArguments) -> int:
     """Write the corpus; the exit status."""
-    found = sources(Path(sysconfig.get_path("stdlib")))
+    all_sources = sources(Path(sysconfig.get_path("stdlib")))
     texts, num_bytes = 0, 0
     bar = tqdm(total=arguments.max_bytes, unit="B", unit_scale=True, desc="collecting", disable=None)
     with bar, AtomicFile(arguments.output) as output:
-        for name, path in found:
+        for name, path in all_sources:
             text = read(name, path)
             size = len(text.encode())
             if not text.strip() or num_bytes + size > arguments.max_bytes:

@@ -19,12 +19,12 @@ def read_config(
 
     Prints and exits 0 on --help. UserError with every problem of file, flags, rules and files together.
     """
-    found = read.read_config(argv, world_size=world_size, read_start=read_start, program=program)
-    refuse_unrunnable_plans(found.config)
-    refuse_wrong_targets(found.config.model, found.config.adapter)
-    refuse_cut_blocks(found.config)
-    refuse_unknown_device(found.config)
-    if not found.config.log.dry_run:
-        refuse_offload_folder(found.config)
-        fetch_weights(found.config.checkpoint.load_hf)
-    return found
+    config_and_notes = read.read_config(argv, world_size=world_size, read_start=read_start, program=program)
+    refuse_unrunnable_plans(config_and_notes.config)
+    refuse_wrong_targets(config_and_notes.config.model, config_and_notes.config.adapter)
+    refuse_cut_blocks(config_and_notes.config)
+    refuse_unknown_device(config_and_notes.config)
+    if not config_and_notes.config.log.dry_run:
+        refuse_offload_folder(config_and_notes.config)
+        fetch_weights(config_and_notes.config.checkpoint.load_hf)
+    return config_and_notes

@@ -58,24 +58,24 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> TasksToScore:
     refuse_other_flags(arguments)
     import_plugins(arguments.plugin)
     adapters = {} if arguments.adapter is None else {"adapter": arguments.adapter}
-    found = find_trained(
+    saved_model = find_trained(
         arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapters=adapters
     )
-    refuse_encoder(found)
-    refuse_input_as_output("--output", arguments.output, [found.checkpoint, *found.adapters.values()])
+    refuse_encoder(saved_model)
+    refuse_input_as_output("--output", arguments.output, [saved_model.checkpoint, *saved_model.adapters.values()])
     names = known_tasks(arguments)
-    parallel, training = sections(arguments, found, place)
-    config = found.config(replace(parallel, distributed_timeout_minutes=A_WEEK), training)
+    parallel, training = sections(arguments, saved_model, place)
+    config = saved_model.config(replace(parallel, distributed_timeout_minutes=A_WEEK), training)
     config = replace(config, plugins=PluginsConfig(arguments.plugin))
-    tokenizer = tokenizer_of(found)
-    chats = ChatSetup.of(ChatConfig(chat_template=arguments.chat_template), found.description.data, tokenizer)
+    tokenizer = tokenizer_of(saved_model)
+    chats = ChatSetup.of(ChatConfig(chat_template=arguments.chat_template), saved_model.description.data, tokenizer)
     _ = chats.controls  # what has none is refused here
     if arguments.apply_chat_template:
         chats.template()
     output, run = arguments.output, arguments.load
     if output is None and (run / "checkpoints").is_dir():
         output = run / "tasks.json"
-    return TasksToScore(arguments, OpenedModel(found, config, tokenizer), chats, names, output)
+    return TasksToScore(arguments, OpenedModel(saved_model, config, tokenizer), chats, names, output)
 
 
 def refuse_other_flags(arguments: EvaluateArguments) -> None:
@@ -152,7 +152,7 @@ def results_of(task: TasksToScore, session: Session) -> dict[str, Any]:
     arguments, model = task.arguments, task.model
     tokens = HarnessTokens(model.tokenizer, model.stops, task.chats, str(arguments.load).replace("/", "__"))
     with without_network(task.names):
-        found = simple_evaluate(
+        evaluation = simple_evaluate(
             model=HarnessModel(session, tokens),
             tasks=list(task.names),
             num_fewshot=arguments.num_fewshot,
@@ -162,8 +162,8 @@ def results_of(task: TasksToScore, session: Session) -> dict[str, Any]:
             bootstrap_iters=1000,
             log_samples=arguments.log_samples,
         )
-    assert found is not None, "the main rank has the results"
-    return dict(found)
+    assert evaluation is not None, "the main rank has the results"
+    return dict(evaluation)
 
 
 @contextmanager

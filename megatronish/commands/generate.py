@@ -59,16 +59,16 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         lines = ordinary(path).read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"--prompts-file {path} cannot be read: {error.strerror}; check the path") from error
-    found = []
+    prompts = []
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                found.append(read_line(line, ["text"])[0] if path.suffix == ".jsonl" else line.decode())
+                prompts.append(read_line(line, ["text"])[0] if path.suffix == ".jsonl" else line.decode())
         except ValueError as error:
             raise UserError(f"--prompts-file {path}:{number} holds no prompt: {error}; correct the line") from error
-    if not found:
+    if not prompts:
         raise UserError(f"--prompts-file {path} holds no prompt; write one a line")
-    return tuple(found)
+    return tuple(prompts)
 
 
 def prepare(arguments: GenerateArguments) -> Generation:

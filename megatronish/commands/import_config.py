@@ -40,10 +40,10 @@ class ImportArguments:
 def run_importer(framework: Framework, argv: Sequence[str], *, program: str) -> int:
     """Run the importer of a framework; the exit status. What trains otherwise than there is said on stderr, too."""
     arguments = read_arguments(ImportArguments, argv, program=program)
-    found = imported(framework, arguments.config, dp=arguments.dp)
-    text = found.to_toml(arguments.config)
+    settings = imported(framework, arguments.config, dp=arguments.dp)
+    text = settings.to_toml(arguments.config)
     refuse_input_as_output("--output", arguments.output, [arguments.config])
-    for line in found.warnings():
+    for line in settings.warnings():
         print(line, file=sys.stderr)
     if arguments.output is None:
         print(text, end="")
@@ -72,12 +72,12 @@ def imported(framework: Framework, path: Path, *, dp: int | None = None) -> Impo
     """Settings of a file of another framework; UserError if it cannot be read."""
     values = read_object(path, is_yaml=path.suffix != ".json" and framework != "deepspeed")
     if framework == "deepspeed":
-        found = from_deepspeed(values, dp=dp)
+        settings = from_deepspeed(values, dp=dp)
     else:
         read = from_axolotl if framework == "axolotl" else from_accelerate
-        found = read(values, folder=path.parent, dp=dp)
-    found.refuse_out_of_range()
-    return found
+        settings = read(values, folder=path.parent, dp=dp)
+    settings.refuse_out_of_range()
+    return settings
 
 
 main_axolotl, main_deepspeed, main_accelerate = (

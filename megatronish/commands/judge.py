@@ -195,14 +195,14 @@ def with_keys(endpoints: Sequence[Endpoint], given: Sequence[str]) -> list[Endpo
                 f"--key-variable must be NAME=VARIABLE, with NAME one of {', '.join(each.name for each in endpoints)}"
             )
         variables[name] = variable
-    found = []
+    keyed_endpoints = []
     for endpoint in endpoints:
         variable = variables.get(endpoint.name, "")
         # Without being asked to, no key is sent to a host that it may not be for.
         if not variable and endpoint.url.startswith(f"https://{OPENAI_HOST}/") and os.environ.get(OPENAI_KEY):
             variable = OPENAI_KEY
-        found.append(replace(endpoint, key=key_of(endpoint, variable)) if variable else endpoint)
-    return found
+        keyed_endpoints.append(replace(endpoint, key=key_of(endpoint, variable)) if variable else endpoint)
+    return keyed_endpoints
 
 
 def key_of(endpoint: Endpoint, variable: str) -> str:
@@ -232,10 +232,10 @@ def judge(task: Comparison, answers: Answers, journal: Journal) -> tuple[list[Ju
     """The verdicts of the judge, with a progress bar, and the requests that it has refused."""
     settings = JudgeSettings(task.arguments.judge_max_tokens, task.arguments.judge_temperature)
     hidden = {name for each in task.servers.values() for name in (each.endpoint.name, each.endpoint.model)}
-    found = JudgementRound(task.judge, task.rounds, settings, answers, sorted(hidden))
-    total = sum(len(list(found.judged(names))) for names in task.compared)
+    judgement_round = JudgementRound(task.judge, task.rounds, settings, answers, sorted(hidden))
+    total = sum(len(list(judgement_round.judged(names))) for names in task.compared)
     with tqdm(total=total, unit=" verdicts", disable=None) as bar:
-        return found.gather(task.compared, journal, bar.update), found.refused
+        return judgement_round.gather(task.compared, journal, bar.update), judgement_round.refused
 
 
 class JudgedResults(NamedTuple):
@@ -272,19 +272,19 @@ def pairwise_findings(task: Comparison, judgements: Sequence[Judgement]) -> Judg
 def tell(task: Comparison, answers: Answers, judgements: Sequence[Judgement], refused: Sequence[str]) -> None:
     """Print the tables and what is to be known of them, and write both into the output folder."""
     arguments, questions = task.arguments, task.rounds.questions
-    found = (single_findings if arguments.mode == "single" else pairwise_findings)(task, judgements)
+    findings = (single_findings if arguments.mode == "single" else pairwise_findings)(task, judgements)
     num_turns = sum(len(question.turns) for question in questions)
     head = f"{len(questions)} questions, {num_turns} turns, judged by {task.judge.endpoint.name} ({arguments.mode})"
     skipped = [*answers.refused, *refused]
-    notes = [*found.notes, *remarks(task, answers.cut, found.num_unreadable, skipped)]
-    page = "\n\n".join([head, *found.tables, "\n".join(f"- {note}" for note in notes)]) + "\n"
+    notes = [*findings.notes, *remarks(task, answers.cut, findings.num_unreadable, skipped)]
+    page = "\n\n".join([head, *findings.tables, "\n".join(f"- {note}" for note in notes)]) + "\n"
     numbers = {
         "mode": arguments.mode,
         "judge": task.judge.endpoint.model,
         "models": {name: server.endpoint.model for name, server in task.servers.items()},
         "num_questions": len(questions),
         "num_turns": num_turns,
-        **found.numbers,
+        **findings.numbers,
         "refused": skipped,
         "answers_cut": answers.cut,
     }

@@ -84,10 +84,10 @@ def prefixes_of(given: str, *, output: str) -> list[str]:
     if not folder.is_dir():
         return [given]
     stems = {str(path.with_suffix("")) for path in folder.iterdir() if path.suffix in (".bin", ".idx")}
-    found = sorted(stem for stem in stems if absolute(stem) != absolute(output))
-    if not found:
+    prefixes = sorted(stem for stem in stems if absolute(stem) != absolute(output))
+    if not prefixes:
         raise UserError(f"--input {given} holds no .bin/.idx pair; name a folder of pairs, or their prefixes")
-    return found
+    return prefixes
 
 
 def absolute(prefix: str) -> Path:

@@ -80,14 +80,14 @@ def open_model(arguments: ModelArguments, *, waits: bool = False) -> OpenedModel
     if arguments.seq_length is not None and arguments.seq_length < 1:
         raise UserError(f"--seq-length {arguments.seq_length} must be at least 1; or leave it out")
     import_plugins(arguments.plugin)
-    found = find_trained(
+    saved_model = find_trained(
         arguments.load,
         step=arguments.ckpt_step,
         tokenizer=arguments.tokenizer_model,
         adapters=adapters_of(arguments.adapter),
     )
     if waits:
-        refuse_encoder(found)
+        refuse_encoder(saved_model)
     parallel = ParallelConfig(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
@@ -97,13 +97,13 @@ def open_model(arguments: ModelArguments, *, waits: bool = False) -> OpenedModel
         device=arguments.device,
     )
     training = TrainingConfig(
-        seq_length=found.description.seq_length if arguments.seq_length is None else arguments.seq_length,
+        seq_length=saved_model.description.seq_length if arguments.seq_length is None else arguments.seq_length,
         micro_batch_size=1,
         bf16=arguments.bf16,
     )
-    config = found.config(replace(parallel, distributed_timeout_minutes=A_WEEK) if waits else parallel, training)
+    config = saved_model.config(replace(parallel, distributed_timeout_minutes=A_WEEK) if waits else parallel, training)
     config = replace(config, plugins=PluginsConfig(arguments.plugin))
-    return OpenedModel(found, config, tokenizer_of(found))
+    return OpenedModel(saved_model, config, tokenizer_of(saved_model))
 
 
 def refuse_encoder(found: SavedModel) -> None:
@@ -128,7 +128,7 @@ def tokenizer_of(found: SavedModel) -> Tokenizer:
 
 def adapters_of(words: Iterable[str]) -> dict[str, Path]:
     """Folders of --adapter by name; UserError for a name that is given twice or means no adapter."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for word in words:
         name, equals, folder = word.partition("=")
         if not equals or "/" in name:
@@ -136,10 +136,10 @@ def adapters_of(words: Iterable[str]) -> dict[str, Path]:
             name = Path(os.path.realpath(word)).name
         if not re.fullmatch(r"[^\s,/]+", name) or name == NONE:
             raise UserError(f"--adapter {word} has the name {name!r}; give it one without spaces that is not {NONE}")
-        if name in found:
+        if name in folders:
             raise UserError(f"--adapter {word} has the name {name} again; give each one its own: --adapter NAME=FOLDER")
-        found[name] = Path(folder)
-    return found
+        folders[name] = Path(folder)
+    return folders
 
 
 def sampling_of(arguments: SamplingArguments) -> Sampling:

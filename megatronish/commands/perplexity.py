@@ -55,22 +55,22 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
         raise UserError(f"--{given.replace('_', '-')} is for tasks; name some with --tasks, or leave it out")
     import_plugins(arguments.plugin)
     adapters = {} if arguments.adapter is None else {"adapter": arguments.adapter}
-    found = find_trained(
+    saved_model = find_trained(
         arguments.load, step=arguments.ckpt_step, tokenizer=arguments.tokenizer_model, adapters=adapters
     )
-    refuse_encoder(found)
-    refuse_input_as_output("--output", arguments.output, [found.checkpoint, *found.adapters.values()])
-    config = found.config(*sections(arguments, found, place))
+    refuse_encoder(saved_model)
+    refuse_input_as_output("--output", arguments.output, [saved_model.checkpoint, *saved_model.adapters.values()])
+    config = saved_model.config(*sections(arguments, saved_model, place))
     seq_length = config.training.seq_length
     stride = seq_length if arguments.stride is None else arguments.stride
     if not 1 <= stride <= seq_length:
         raise UserError(f"--stride {stride} must be at least 1 and at most --seq-length {seq_length}; or leave it out")
     text = read_text(
         arguments.data_path,
-        tokenizer=partial(build_tokenizer, found.description.data),
+        tokenizer=partial(build_tokenizer, saved_model.description.data),
         json_key=arguments.json_key,
-        vocab_size=found.description.vocab_size,
-        eod=found.description.eod,
+        vocab_size=saved_model.description.vocab_size,
+        eod=saved_model.description.eod,
     )
     starts = text.starts if arguments.per_document else text.starts[[0, -1]]
     windows = Windows(text.tokens, starts, seq_length=seq_length, stride=stride)
@@ -88,7 +88,7 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
         micro_batch_size=min(arguments.micro_batch_size, -(-len(windows) // config.layout.dp)),
     )
     config = replace(config, training=training, plugins=PluginsConfig(arguments.plugin))
-    return Evaluation(arguments, found, config, text, windows)
+    return Evaluation(arguments, saved_model, config, text, windows)
 
 
 def check(arguments: EvaluateArguments) -> None:
@@ -153,7 +153,7 @@ def be_rank(task: Evaluation, place: Place) -> int:
     engine = load_engine(task.found, task.config, mesh)
     start = time.perf_counter()
     with tqdm(total=len(task.windows), unit=" windows", disable=None if mesh.is_main else True) as bar:
-        found = measure(
+        measurement = measure(
             engine,
             task.windows,
             collate=Collator.of(task.found.description.data, eod=task.text.eod),
@@ -162,7 +162,7 @@ def be_rank(task: Evaluation, place: Place) -> int:
             on_progress=bar.update,
         )
     if mesh.is_main:
-        tell(task, found, seconds=time.perf_counter() - start)
+        tell(task, measurement, seconds=time.perf_counter() - start)
     leave()
     return 0
 

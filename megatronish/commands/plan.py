@@ -128,13 +128,13 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
         raise UserError(f"--write and --write-device are both {arguments.write}, and one would replace the other")
     device = _device(arguments)
     # A probe measures the layout of the file; a plan tries others, so what the file says of one is no reason to refuse.
-    found = read_config(
+    config_and_notes = read_config(
         ["--config", arguments.config, *flags],
         read_start=read_start,
         needs_files=False,
         settle_layout=None if arguments.probe is not None else without_layout,
     )
-    config = found.config
+    config = config_and_notes.config
     vocab_size = _vocab_size(config)
     work = Workload.of(config, vocab_size)
     if arguments.probe is None:

@@ -306,14 +306,14 @@ def without_megatron_flags(argv: Sequence[str], own: Collection[str]) -> OwnFlag
 
     UserError with all problems together: flags that are refused, and those that are unknown.
     """
-    found, problems = OwnFlags([], []), []
+    own_flags, problems = OwnFlags([], []), []
     words = with_lists_joined(argv)
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("_", "-")
         if not re.match(r"--[A-Za-z]", word) or name.removeprefix("no-") in own:
-            found.argv.append(word)
+            own_flags.argv.append(word)
         elif name in MEGATRON_FLAGS:
             flag = MEGATRON_FLAGS[name]
             values = [value] if equals else []
@@ -324,7 +324,7 @@ def without_megatron_flags(argv: Sequence[str], own: Collection[str]) -> OwnFlag
             spelled = " ".join([f"--{name}", *values])
             if flag.status == "idle" or (values and set(values) <= set(flag.harmless)):
                 why = flag.text if flag.status == "idle" else "it asks for what is done anyway"
-                found.notes.append(f"{spelled} is idle: {why}")
+                own_flags.notes.append(f"{spelled} is idle: {why}")
             else:
                 problems.append(f"{spelled} is refused: {flag.text}")
         else:
@@ -334,4 +334,4 @@ def without_megatron_flags(argv: Sequence[str], own: Collection[str]) -> OwnFlag
                 words.pop(0)
     if problems:
         raise UserError("\n".join(problems))
-    return found
+    return own_flags

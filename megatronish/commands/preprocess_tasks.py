@@ -217,14 +217,14 @@ def task_numbers(given: str | None, *, num_tasks: int, environment: Mapping[str,
                 "for every N-th task from I on"
             )
         given, what = environment[name], f"{name}={environment[name]}"
-    found = re.fullmatch(r"(\d+)(?:::(\d+))?", given.strip())
+    match = re.fullmatch(r"(\d+)(?:::(\d+))?", given.strip())
     last = f"tasks are 0 to {num_tasks - 1}, in an array of Slurm --array=0-{num_tasks - 1}"
-    if found is None:
+    if match is None:
         raise UserError(f"{what} must be I or I::N, such as 3 or 3::16; {last}")
-    start, step = int(found[1]), int(found[2] or num_tasks)
-    if step < 1 or (found[2] and start >= step):
+    start, step = int(match[1]), int(match[2] or num_tasks)
+    if step < 1 or (match[2] and start >= step):
         raise UserError(f"{what}: of every N-th task the first is 0 to N - 1; for example 0::4")
-    if start >= num_tasks and not found[2]:
+    if start >= num_tasks and not match[2]:
         raise UserError(f"{what} is not a task of the plan; {last}")
     return range(start, num_tasks, step)
 

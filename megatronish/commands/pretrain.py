@@ -82,11 +82,11 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
 
     def last_made() -> int:
         """Number of the last step, by what was written last: not every step is logged, or told once a second."""
-        found = {path: last_step(path) for path in (config.run_dir / METRICS, config.run_dir / HEALTH)}
+        steps = {path: last_step(path) for path in (config.run_dir / METRICS, config.run_dir / HEALTH)}
         with suppress(OSError):
             saved = None if is_url(config.save_place) else find_checkpoint(Path(config.save_place))
-            found |= {} if saved is None else {saved / STATE: step_of(saved.name)}
-        return found[max(found, key=_time_of)]
+            steps |= {} if saved is None else {saved / STATE: step_of(saved.name)}
+        return steps[max(steps, key=_time_of)]
 
     save = None if is_url(config.save_place) else Path(config.save_place)
     restarts = Restarts(config.resilience.max_restarts, last_made, config.run_dir, save)

@@ -36,7 +36,7 @@ def probe(work: Workload, device: Device, candidate: Candidate, out: Path) -> st
     _refuse_unwritable(out)  # before minutes of measuring
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if where.type == "cuda" else platform.processor() or platform.machine()
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "device": name,
         "type": where.type,
         "precision": work.precision,
@@ -44,20 +44,20 @@ def probe(work: Workload, device: Device, candidate: Candidate, out: Path) -> st
         "host_seconds_a_layer": host_seconds_a_layer(where.type),
     }
     with out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"probe": found}) + "\n")
+        file.write(json.dumps({"probe": record}) + "\n")
     return (
-        f"{name}: {found['tflops']:.4g} TFLOP/s achievable in {work.precision} at the shapes of this model, "
-        f"{1e6 * found['host_seconds_a_layer']:.0f} us of the host a layer and pass; added to {out}"
+        f"{name}: {record['tflops']:.4g} TFLOP/s achievable in {work.precision} at the shapes of this model, "
+        f"{1e6 * record['host_seconds_a_layer']:.0f} us of the host a layer and pass; added to {out}"
     )
 
 
 def _is_measured(line: str) -> bool:
     """Whether a line is of a file of measurements: of a probe, or of links."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and bool({"probe", "collective"} & found.keys())
+    return isinstance(record, dict) and bool({"probe", "collective"} & record.keys())
 
 
 def _refuse_unwritable(out: Path) -> None:

@@ -82,7 +82,7 @@ def runs(text: str) -> Iterator[str]:
 
 def read_runs(arguments: TokenizerArguments) -> list[str]:
     """What to train on."""
-    found: list[str] = []
+    all_runs: list[str] = []
     total = min(sum(path.stat().st_size for path in arguments.input if path.is_file()), arguments.max_bytes)
     with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         num_bytes, bad = 0, BadLines(partial(tqdm.write, file=sys.stderr))
@@ -91,16 +91,16 @@ def read_runs(arguments: TokenizerArguments) -> list[str]:
             num_bytes += size
             if num_bytes > arguments.max_bytes:
                 break
-            found.extend(runs(text))
+            all_runs.extend(runs(text))
             bar.update(size)
     if bad.count:
         print(f"{bad.count:,} lines were bad and were left out", file=sys.stderr)
-    if not found:
+    if not all_runs:
         raise UserError(
             f"no text under {arguments.json_key!r} within --max-bytes {arguments.max_bytes}; correct --json-key or the "
             "files, or raise --max-bytes"
         )
-    return found
+    return all_runs
 
 
 def train(sentences: list[str], *, vocab_size: int, threads: int) -> bytes:

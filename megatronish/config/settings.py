@@ -74,28 +74,28 @@ def asks_for_mock_data(argv: Sequence[str]) -> bool:
 
 def read_file(path: Path, *, is_mock: bool = False) -> Settings:
     """Settings of a TOML file; OSError or TOMLDecodeError if it cannot be read at all. `is_mock`: by --mock-data."""
-    found = Settings.empty()
+    settings = Settings.empty()
     tables = from_here(parse_toml(read_text(path)), path.parent)
     data = tables.get("data")
     is_mock = is_mock or (isinstance(data, dict) and data.get("mock_data") is True)
     for section, entries in tables.items():
-        if len(found.problems) > MOST_PROBLEMS:
+        if len(settings.problems) > MOST_PROBLEMS:
             break
         if section == "plugin" and not isinstance(entries, dict):  # it comes before all sections, and may stand there
-            _read_entry(found, section="plugins", key=section, value=entries)
+            _read_entry(settings, section="plugins", key=section, value=entries)
         elif not isinstance(entries, dict):
-            _stray(found, section)
+            _stray(settings, section)
         else:
             if section not in SECTIONS:
-                found.problems.append(one_of_sections(section, SECTIONS))
+                settings.problems.append(one_of_sections(section, SECTIONS))
                 section = nearest_section(section, SECTIONS)  # so that nothing is missing for that
             for key, value in entries.items() if section else ():
-                if len(found.problems) > MOST_PROBLEMS:  # each takes a millisecond to find what was meant
+                if len(settings.problems) > MOST_PROBLEMS:  # each takes a millisecond to find what was meant
                     break
-                _read_entry(found, section=section, key=key, value=value, is_mock=is_mock)
-    if len(found.problems) > MOST_PROBLEMS:
-        found.problems.append("what stands after that was not read; correct these first")
-    return report(found)
+                _read_entry(settings, section=section, key=key, value=value, is_mock=is_mock)
+    if len(settings.problems) > MOST_PROBLEMS:
+        settings.problems.append("what stands after that was not read; correct these first")
+    return report(settings)
 
 
 def _read_entry(found: Settings, *, section: str, key: str, value: Any, is_mock: bool = False) -> None:

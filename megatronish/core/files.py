@@ -76,8 +76,8 @@ def remedy_of_writing(error: OSError, place: Path | None = None) -> str:
         return "free space there or ask for a larger quota"
     if error.errno == errno.ENOSPC and place is not None:
         with suppress(OSError):
-            found = os.statvfs(place)
-            if found.f_files and not found.f_favail:
+            file_system = os.statvfs(place)
+            if file_system.f_files and not file_system.f_favail:
                 return "remove files there, because its file system can have no more of them (df -i)"
     return "free space there"
 

@@ -213,7 +213,7 @@ class _Values:
         return self._refuse(node, f"has the tag {shown(node.tag)}, which is no plain value")
 
     def _mapping(self, node: Any, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for key, each in node.value:
             if key.id != "scalar":
@@ -226,10 +226,10 @@ class _Values:
                     merged = self.value(other, depth + 1) | merged
             else:
                 value = self.value(each, depth + 1)
-                if key.value in found and found[key.value] != value:
+                if key.value in entries and entries[key.value] != value:
                     self._refuse(key, f"has {shown(key.value, most=100)} again, with another value")
-                found[key.value] = value
-        return merged | found
+                entries[key.value] = value
+        return merged | entries
 
     def _scalar(self, node: Any) -> Any:
         kind, text = _PLAIN.get(node.tag), node.value

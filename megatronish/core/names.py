@@ -118,17 +118,17 @@ def options_of_each(
     table: Mapping[str, Choice], names: Sequence[str], words: Sequence[str]
 ) -> dict[str, dict[str, OptionValue]]:
     """{name: its options}. A word sets the option of each name that has it; UserError if none of the names has it."""
-    found = {name: dict(table[name].options) for name in names}
+    options_by_name = {name: dict(table[name].options) for name in names}
     for word in words:
         option, equals, text = word.partition("=")
-        having = [options for options in found.values() if option in options]
+        having = [options for options in options_by_name.values() if option in options]
         if not equals or not having:
-            known = sorted({option for options in found.values() for option in options})
+            known = sorted({option for options in options_by_name.values() for option in options})
             remedy = f"there are {', '.join(known)}, written option=value" if known else "leave it out"
             raise UserError(f"{word} is no option of {', '.join(names) or 'any name'}; {remedy}")
         for options in having:
             options[option] = _read(word, text, like=options[option])
-    return found
+    return options_by_name
 
 
 def _read(word: str, text: str, *, like: OptionValue) -> OptionValue:

@@ -150,10 +150,10 @@ def _document(parts: list[list[int]], job: EncodingJob, tokenizer: Encoder) -> l
 
     As in Megatron, an empty text is an empty document without an end-of-document token.
     """
-    found = [ids for ids in parts if ids]
-    if found and job.append_eod:
-        found[-1] = [*found[-1], tokenizer.eod]
-    return [np.array(ids, np.int32) for ids in found]
+    nonempty_parts = [ids for ids in parts if ids]
+    if nonempty_parts and job.append_eod:
+        nonempty_parts[-1] = [*nonempty_parts[-1], tokenizer.eod]
+    return [np.array(ids, np.int32) for ids in nonempty_parts]
 
 
 def encode_all(batches: Iterator[Batch], job: EncodingJob, tokenizer: Encoder, *, workers: int) -> Generator[Encoded]:

@@ -80,15 +80,15 @@ class JoinedTokens:
     def __getitem__(self, part: slice) -> NDArray[Any]:
         start, end, step = part.indices(len(self))
         assert step == 1, "tokens are read in their order"
-        found, place = [], start
+        slices, place = [], start
         while place < end:
             number = bisect_right(self._ends, place)
             before = self._ends[number] - len(self._arrays[number])
-            found.append(self._arrays[number][place - before : end - before])
+            slices.append(self._arrays[number][place - before : end - before])
             place = self._ends[number]
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else np.empty(0, self.dtype)
+        if len(slices) == 1:
+            return slices[0]
+        return np.concatenate(slices) if slices else np.empty(0, self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)

@@ -152,10 +152,10 @@ def _files_of(name: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.name.endswith(ENDINGS) and not _is_hidden(file, path))
-        if not found:
+        files = sorted(file for file in path.rglob("*") if file.name.endswith(ENDINGS) and not _is_hidden(file, path))
+        if not files:
             raise UserError(f"--input {name} is a folder without any file that ends in {', '.join(ENDINGS)}; check it")
-        return found
+        return files
     if glob.has_magic(name):
         matches = sorted(glob.glob(name, recursive=True))
         if not matches:
@@ -225,13 +225,13 @@ def _compression_of(path: Path, head: bytes) -> Compression | None:
         return COMPRESSIONS[-1]
     by_magic = (each for each in COMPRESSIONS if head.startswith(each.magic))
     by_name = (each for each in COMPRESSIONS if path.name.endswith(each.ending) and head)
-    found, named = next(by_magic, None), next(by_name, None)
-    if found is None and named is not None:
+    compression, named = next(by_magic, None), next(by_name, None)
+    if compression is None and named is not None:
         raise UserError(
             f"--input {path} ends in {named.ending}, but does not begin as {named.name} does; rename it if it is not "
             "compressed, else copy it again"
         )
-    return found
+    return compression
 
 
 def _refuse_foreign(path: Path, named: str, head: bytes) -> None:

@@ -234,12 +234,12 @@ class Collator:
 
 def completion_pairs(samples: Sequence[Sample], loss_mask: Tensor) -> CompletionPairs | None:
     """Pairs of completions of samples that have them; `loss_mask` is the [B, S] of their predictions."""
-    found = [sample.pair_labels for sample in samples if sample.pair_labels is not None]
-    if not found:
+    pair_labels = [sample.pair_labels for sample in samples if sample.pair_labels is not None]
+    if not pair_labels:
         return None
-    assert len(found) == len(samples), "some samples of a batch have pairs, some do not"
-    numbers, first, num_texts = [], 0, 2 * sum(map(len, found))
-    for sample, labels in zip(samples, found, strict=True):
+    assert len(pair_labels) == len(samples), "some samples of a batch have pairs, some do not"
+    numbers, first, num_texts = [], 0, 2 * sum(map(len, pair_labels))
+    for sample, labels in zip(samples, pair_labels, strict=True):
         documents = sample.document_ids
         assert documents is not None, "the completions of a sample are documents"
         is_inside = (np.diff(documents) == 0) & (documents[1:] < 2 * len(labels))
@@ -255,7 +255,7 @@ def completion_pairs(samples: Sequence[Sample], loss_mask: Tensor) -> Completion
         of_labels,
         lengths=counts[0],
         text_lengths=counts[1],
-        labels=torch.from_numpy(np.concatenate(found)),
+        labels=torch.from_numpy(np.concatenate(pair_labels)),
         reference=torch.from_numpy(np.concatenate(references)) if references else None,
     )
 

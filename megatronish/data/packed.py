@@ -145,7 +145,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     because after the first it is still the fullest that has place. So the work is about that of the different lengths
     and spaces, and not that of the pieces; free spaces are the bits of one number.
     """
-    found = np.empty(len(lengths), np.int64)
+    row_of_piece = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     sizes, firsts = np.unique(-lengths[order], return_index=True)
     with_space: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
@@ -165,7 +165,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
             each = space // size
             taken = min(len(rows), -(-(end - first) // each))
             members = order[first : min(first + taken * each, end)]
-            found[members] = np.repeat(rows[:taken], each)[: len(members)]
+            row_of_piece[members] = np.repeat(rows[:taken], each)[: len(members)]
             first += len(members)
             # All rows that were taken are full but the last, which may have got fewer pieces.
             in_last = len(members) - (taken - 1) * each
@@ -177,4 +177,4 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
                 if left and len(of):
                     with_space[left].append(of)
                     spaces |= 1 << left
-    return found
+    return row_of_piece

@@ -115,8 +115,8 @@ def _next_line(file: BinaryIO, place: int, size: int) -> int:
     """The first byte of the line that begins at `place` or after it; the size of the file if there is none."""
     file.seek(place - 1)
     while block := file.read(BLOCK_BYTES):
-        if (found := block.find(b"\n")) >= 0:
-            return file.tell() - len(block) + found + 1
+        if (newline := block.find(b"\n")) >= 0:
+            return file.tell() - len(block) + newline + 1
     return size
 
 

@@ -85,17 +85,17 @@ def copy_summed(
     path: Path, into: BinaryIO | None, digest: str | None, *, on_bytes: Callable[[int], object] = int
 ) -> str:
     """Copy a file into an open one, or only read it; its sha256. UserError if `digest` is not that."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with reading(path), path.open("rb") as file:
         while block := file.read(COPY_BYTES):
-            found.update(block)
+            hasher.update(block)
             if into is not None:
                 with writing(Path(into.name)):
                     into.write(block)
             on_bytes(len(block))
-    if digest not in (None, found.hexdigest()):
+    if digest not in (None, hasher.hexdigest()):
         raise UserError(f"{path} is damaged: its bytes do not have the sum that was written with it; make it again")
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 @contextmanager
@@ -166,9 +166,9 @@ def write_manifest(shards: Sequence[DataShard], prefix: str) -> Path:
     ]
     with index.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    found = {"format": FORMAT, "index": {"path": index.name, "sha256": digest}, "bins": bins}
+    manifest = {"format": FORMAT, "index": {"path": index.name, "sha256": digest}, "bins": bins}
     with writing(path):
-        write_durably(path, json.dumps(found, indent=1) + "\n")
+        write_durably(path, json.dumps(manifest, indent=1) + "\n")
     return path
 
 
@@ -220,10 +220,10 @@ def _read_manifest(path: Path) -> tuple[Path, list[_Bin]]:
     if not path.is_file():
         raise UserError(f"data file {path} does not exist; {REMEDY}, or name a prefix")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            raise ValueError(f"its format is {found['format']!r}")
-        bins = [_Bin(path.parent / str(each["path"]), int(each["bytes"])) for each in found["bins"]]
-        return path.parent / str(found["index"]["path"]), bins
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']!r}")
+        bins = [_Bin(path.parent / str(each["path"]), int(each["bytes"])) for each in manifest["bins"]]
+        return path.parent / str(manifest["index"]["path"]), bins
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not a manifest of shards ({error}); {REMEDY}, or name a prefix") from error

@@ -39,6 +39,6 @@ def split_sentences(text: str) -> list[str]:
 
 def _is_abbreviation(before: str) -> bool:
     """Whether the full stop after this text belongs to its last word: an initial, or an abbreviation."""
-    found = _LAST_WORD.search(before)
-    word = "" if found is None else found[0]
+    match = _LAST_WORD.search(before)
+    word = "" if match is None else match[0]
     return word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper() and word.isalpha())

@@ -104,7 +104,7 @@ def make_plan(
     inputs = [_facts_of(str(path)) for path in files]
     tasks = tuple(tuple(pieces) for pieces in cut_into_tasks(inputs, num_tasks))
     plan = Plan(Path(prefix + PLAN), dict(settings), tokenizer, tuple(inputs), tasks)
-    found = {
+    fields = {
         "format": FORMAT,
         "settings": plan.settings,
         "tokenizer": tokenizer,
@@ -113,7 +113,7 @@ def make_plan(
     }
     with _stored("the plan", plan.path):
         plan.path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(plan.path, json.dumps(found, indent=1) + "\n")
+        write_durably(plan.path, json.dumps(fields, indent=1) + "\n")
     return plan
 
 
@@ -122,12 +122,12 @@ def read_plan(path: Path) -> Plan:
     if not path.name.endswith(PLAN):
         raise UserError(f"--plan {path} must end in {PLAN}, as megatronish preprocess plan names it")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            raise ValueError(f"its format is {found['format']!r}")
-        inputs = tuple(InputFile(**facts) for facts in found["inputs"])
-        tasks = tuple(tuple(InputPiece(*piece) for piece in pieces) for pieces in found["tasks"])
-        plan = Plan(path, found["settings"], found["tokenizer"], inputs, tasks)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields["format"] != FORMAT:
+            raise ValueError(f"its format is {fields['format']!r}")
+        inputs = tuple(InputFile(**facts) for facts in fields["inputs"])
+        tasks = tuple(tuple(InputPiece(*piece) for piece in pieces) for pieces in fields["tasks"])
+        plan = Plan(path, fields["settings"], fields["tokenizer"], inputs, tasks)
         _check(plan)
         return plan
     except OSError as error:
@@ -368,14 +368,14 @@ def _refuse_changed_inputs(plan: Plan, number: int) -> None:
         if planned.path not in paths:
             continue
         try:
-            found = InputFile.of(planned.path)
+            current = InputFile.of(planned.path)
         except OSError as error:
             raise UserError(
                 f"input {planned.path} of {plan.path} cannot be read: {error.strerror}; bring it back, and start where "
                 "its path leads to it"
             ) from error
-        if found != planned:
-            sizes = "" if found.size == planned.size else f" ({planned.size:,} bytes then, {found.size:,} now)"
+        if current != planned:
+            sizes = "" if current.size == planned.size else f" ({planned.size:,} bytes then, {current.size:,} now)"
             raise UserError(
                 f"input {planned.path} was changed since {plan.path} was made{sizes}; bring back the file, with its "
                 "time (cp -p, rsync -a), or plan again, which redoes the tasks that read it"
@@ -424,12 +424,12 @@ def whole_result(plan: Plan) -> list[TaskRecord]:
             f"{len(missing):,} of {len(records):,} tasks are not whole: {ranges(missing)}; run them: megatronish "
             f"preprocess run --plan {plan.path} --task {missing[0]}"
         )
-    found = [record for record in records if record is not None]
-    total = Summary(sum(each.documents for each in found), 0, sum(each.bad_lines for each in found))
+    whole_records = [record for record in records if record is not None]
+    total = Summary(sum(each.documents for each in whole_records), 0, sum(each.bad_lines for each in whole_records))
     files = [Path(file.path) for file in plan.inputs]
     refuse_too_few(total, files, plan.json_keys, plan.settings["max_bad_fraction"])
     remove_leftover_folders(plan.folder)
-    return found
+    return whole_records
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -140,11 +140,11 @@ class SentencePreparation:
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches of a step, or of an evaluation. Numbers are counted and summed on the CPU."""
-        found = [(batch, batch.sentences) for batch in batches if batch.sentences is not None]
-        assert len(found) == len(batches), "the data has no pairs of sentences"
-        numbers = torch.tensor([(pairs.num_masked, len(batch.tokens)) for batch, pairs in found]).sum(0)
+        paired_batches = [(batch, batch.sentences) for batch in batches if batch.sentences is not None]
+        assert len(paired_batches) == len(batches), "the data has no pairs of sentences"
+        numbers = torch.tensor([(pairs.num_masked, len(batch.tokens)) for batch, pairs in paired_batches]).sum(0)
         masked, total = comm.all_reduce(numbers, self.mesh.dp).tolist()
-        return [batch.with_sentences(replace(pairs, tokens_a_pair=masked / total)) for batch, pairs in found]
+        return [batch.with_sentences(replace(pairs, tokens_a_pair=masked / total)) for batch, pairs in paired_batches]
 
 
 def _pairs(batch: MicroBatch) -> CompletionPairs:

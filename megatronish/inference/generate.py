@@ -269,14 +269,14 @@ def executor_of(model: GPT, mesh: Mesh, forward: Callable[..., ChunkOutput]) -> 
 @torch.no_grad()
 def _next_logits(executor: Executor, batches: Sequence[DecodingBatch]) -> list[Tensor]:
     """Logits [B, V] in fp32 of each batch's next tokens, on the ranks of the last stage; elsewhere none."""
-    found: list[Tensor] = []
+    next_logits: list[Tensor] = []
     executor.run(
         [Action("F", 0, number) for number in range(len(batches))],
         [batch.next_input().to(executor.boundary.device) for batch in batches],
         step=None,
-        on_model_output=lambda _number, logits: found.append(logits),
+        on_model_output=lambda _number, logits: next_logits.append(logits),
     )
-    return found
+    return next_logits
 
 
 def _sample(
@@ -291,16 +291,16 @@ def _sample(
     The first tp rank of the last stage chooses. The others add zeros, so an all-reduce hands its tokens to every rank.
     In the second row each rank adds which texts end.
     """
-    found = torch.zeros(2, sum(map(len, batches)), dtype=torch.int64)
-    found[1] = torch.tensor([ends(text.number) for texts in batches for text in texts])
-    found = found.to(mesh.device, non_blocking=True)
+    tokens_and_ends = torch.zeros(2, sum(map(len, batches)), dtype=torch.int64)
+    tokens_and_ends[1] = torch.tensor([ends(text.number) for texts in batches for text in texts])
+    tokens_and_ends = tokens_and_ends.to(mesh.device, non_blocking=True)
     if logits and mesh.tp.is_first:
         chosen = [
             choose(scores, _uniform(texts, like=scores) if sampling.temperature else None, sampling)
             for scores, texts in zip(logits, batches, strict=True)
         ]
-        found[0] = torch.cat(chosen)
-    tokens, ended = comm.all_reduce(comm.all_reduce(found, mesh.tp), mesh.pp).tolist()
+        tokens_and_ends[0] = torch.cat(chosen)
+    tokens, ended = comm.all_reduce(comm.all_reduce(tokens_and_ends, mesh.tp), mesh.pp).tolist()
     return [None if end else token for token, end in zip(tokens, ended, strict=True)]
 
 

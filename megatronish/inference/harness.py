@@ -88,7 +88,7 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_others: Any) -> list[tuple[float, bool]]:
         pairs = tuple(TokenPair(tuple(context), tuple(continuation)) for _, context, continuation in requests)
-        return [(found.value, found.is_greedy) for found in self._session.do(Scoring(pairs))]
+        return [(likelihood.value, likelihood.is_greedy) for likelihood in self._session.do(Scoring(pairs))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, in windows that predict each token once."""
@@ -101,8 +101,8 @@ class HarnessModel(TemplateLM):
                 context_len=1,
             )
             windows.append([(None, *make_disjoint_window(window)) for window in rolling])
-        found = iter(self._loglikelihood_tokens([window for each in windows for window in each]))
-        return [sum(next(found)[0] for _ in each) for each in windows]
+        likelihoods = iter(self._loglikelihood_tokens([window for each in windows for window in each]))
+        return [sum(next(likelihoods)[0] for _ in each) for each in windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts after the contexts, each until one of its stop strings; those with equal settings go together."""

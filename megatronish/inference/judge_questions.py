@@ -59,10 +59,10 @@ class Question:
 
 def shipped_questions() -> Path:
     """The questions that come with megatronish. UserError if they are not there."""
-    found = next((path for path in SHIPPED if path.is_file()), None)
-    if found is None:
+    file = next((path for path in SHIPPED if path.is_file()), None)
+    if file is None:
         raise UserError("--questions is not given, and the questions of megatronish are not installed; name a file")
-    return found
+    return file
 
 
 def read_questions(path: Path, *, limit: int | None = None) -> list[Question]:
@@ -80,14 +80,16 @@ def read_questions(path: Path, *, limit: int | None = None) -> list[Question]:
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
-        found = _read_line(line)
-        if isinstance(found, Question):
-            first = lines.setdefault(str(found.identity), number)
+        question_or_problems = _read_line(line)
+        if isinstance(question_or_problems, Question):
+            first = lines.setdefault(str(question_or_problems.identity), number)
             if first == number:
-                questions.append(found)
+                questions.append(question_or_problems)
                 continue
-            found = [f"question_id {found.identity} is that of line {first}, too; give each question its own"]
-        problems += [f"--questions {path}, line {number}: {problem}" for problem in found]
+            question_or_problems = [
+                f"question_id {question_or_problems.identity} is that of line {first}, too; give each question its own"
+            ]
+        problems += [f"--questions {path}, line {number}: {problem}" for problem in question_or_problems]
     if problems:
         more = [f"and {len(problems) - MOST_TOLD} more"] * (len(problems) > MOST_TOLD)
         raise UserError("\n".join([*problems[:MOST_TOLD], *more]))
@@ -99,19 +101,19 @@ def read_questions(path: Path, *, limit: int | None = None) -> list[Question]:
 def _read_line(line: bytes) -> Question | Sequence[str]:
     """The question of a line, or what is wrong with it."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError) as error:
         return [f"it is no JSON ({error}); write one object a line"]
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         return ['it is no object; write {"question_id": 1, "category": "writing", "turns": ["..."]}']
-    if problems := [*_problems(found)]:
+    if problems := [*_problems(record)]:
         return problems
-    reference = found.get("reference") or ()
-    temperature = _temperature(found)
+    reference = record.get("reference") or ()
+    temperature = _temperature(record)
     return Question(
-        identity=found["question_id"],
-        category=found.get("category") or NO_CATEGORY,
-        turns=tuple(found["turns"]),
+        identity=record["question_id"],
+        category=record.get("category") or NO_CATEGORY,
+        turns=tuple(record["turns"]),
         references=(reference,) if isinstance(reference, str) else tuple(each or None for each in reference),
         own_temperature=None if temperature is None else float(temperature),
     )

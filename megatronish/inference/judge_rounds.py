@@ -210,14 +210,16 @@ class JudgementRound:
     def gather(self, compared: Sequence[tuple[str, ...]], journal: Journal, on_progress: Progress) -> list[Judgement]:
         """The verdicts in the order of what is compared, from the journal or else from the judge."""
         tasks: list[Task] = []
-        found = [Judgement(question, turn, names, None) for names in compared for question, turn in self.judged(names)]
-        missing: dict[str, list[int]] = {}  # places in `found`
-        for place, judgement in enumerate(found):
+        judgements = [
+            Judgement(question, turn, names, None) for names in compared for question, turn in self.judged(names)
+        ]
+        missing: dict[str, list[int]] = {}  # places in `judgements`
+        for place, judgement in enumerate(judgements):
             request = self._request(judgement)
             digest = request.digest(self._judge.endpoint)
             record = journal.find(digest)
             if record is not None:
-                found[place] = judgement._replace(verdict=record["verdict"])
+                judgements[place] = judgement._replace(verdict=record["verdict"])
                 on_progress(1)
                 continue
             # Two models may have said the same: one verdict is for both.
@@ -233,12 +235,12 @@ class JudgementRound:
             verdict = journal.add(*reply)["verdict"]
             places = missing.pop(reply.digest)
             for place in places:
-                found[place] = found[place]._replace(verdict=verdict)
+                judgements[place] = judgements[place]._replace(verdict=verdict)
             on_progress(len(places))
 
         run_all(tasks, keep, parallel=self._rounds.parallel, ended=self._rounds.ended)
         refused = {place for places in missing.values() for place in places}
-        return [judgement for place, judgement in enumerate(found) if place not in refused]
+        return [judgement for place, judgement in enumerate(judgements) if place not in refused]
 
     def _request(self, judgement: Judgement) -> RemoteChat:
         question, turn, names, _ = judgement
@@ -329,14 +331,14 @@ def run_all(tasks: Sequence[Task], keep: Callable[[Any], None], *, parallel: int
         threading.Thread(target=work, daemon=True).start()
     try:
         while running:
-            found, is_kept = arrived.get()
-            if found is _END:
+            item, is_kept = arrived.get()
+            if item is _END:
                 running -= 1
             try:
-                if isinstance(found, BaseException):
-                    raise found
-                if found is not _END:
-                    keep(found)
+                if isinstance(item, BaseException):
+                    raise item
+                if item is not _END:
+                    keep(item)
             except Exception as error:
                 failure = failure or error
                 ended.set()
@@ -344,9 +346,9 @@ def run_all(tasks: Sequence[Task], keep: Callable[[Any], None], *, parallel: int
     except KeyboardInterrupt:
         ended.set()
         while not arrived.empty():
-            found, _ = arrived.get()
-            if isinstance(found, _Recorded):
-                keep(found)
+            item, _ = arrived.get()
+            if isinstance(item, _Recorded):
+                keep(item)
         raise
     if failure is not None:
         raise failure

@@ -268,8 +268,8 @@ def _is_page(text: str) -> bool:
 def _names(reply: Any) -> Sequence[str]:
     """Names of the models in a reply of /models; none where it is of another form, as some servers have it."""
     entries = reply.get("data") if isinstance(reply, dict) else None
-    found = [each.get("id") for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
-    return [each for each in found if isinstance(each, str)]
+    names = [each.get("id") for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
+    return [each for each in names if isinstance(each, str)]
 
 
 def _first_choice(reply: Any) -> ChatAnswer:
@@ -290,13 +290,13 @@ def _said(text: str) -> str:
     if _is_page(text):
         return "a web page"
     try:
-        found = json.loads(text)
+        message = json.loads(text)
     except (ValueError, RecursionError):
-        found = text
+        message = text
     for name in ("error", "message", "detail"):
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-    said = found if isinstance(found, str) else json.dumps(found)
+        if isinstance(message, dict) and name in message:
+            message = message[name]
+    said = message if isinstance(message, str) else json.dumps(message)
     said = " ".join(said.split()) or "without a reason"
     return said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}..."
 

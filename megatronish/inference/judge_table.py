@@ -73,8 +73,8 @@ class PositionBias:
 
 def mean(numbers: Iterable[float]) -> float | None:
     """The mean; None without numbers."""
-    found = list(numbers)
-    return statistics.fmean(found) if found else None
+    values = list(numbers)
+    return statistics.fmean(values) if values else None
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
@@ -135,12 +135,12 @@ class Pair:
 
 def pairs_of(first: str, second: str, judgements: Iterable[Judgement]) -> tuple[list[Pair], int]:
     """The pairs with two verdicts, and the number of those of which one could not be read."""
-    found: dict[tuple[int | str, int], dict[tuple[str, ...], Judgement]] = {}
+    by_turn: dict[tuple[int | str, int], dict[tuple[str, ...], Judgement]] = {}
     for each in judgements:
         if set(each.names) == {first, second}:
-            found.setdefault((each.question.identity, each.turn), {})[each.names] = each
+            by_turn.setdefault((each.question.identity, each.turn), {})[each.names] = each
     pairs, unreadable = [], 0
-    for both in found.values():
+    for both in by_turn.values():
         if len(both) < 2:  # one of them was refused
             continue
         one, other = both[first, second], both[second, first]
@@ -220,15 +220,15 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def numbers_of(results: Sequence[Grades] | Sequence[Duel]) -> list[dict[str, Any]]:
     """The results as JSON has them, with the win rates of duels."""
-    found = []
+    records = []
     for each in results:
         numbers = asdict(each)
         if isinstance(each, Duel):
             numbers["win_rate"] = each.tally.win_rate
             for category, tally in each.categories.items():
                 numbers["categories"][category]["win_rate"] = tally.win_rate
-        found.append(numbers)
-    return found
+        records.append(numbers)
+    return records
 
 
 def _grade(number: float | None) -> str:

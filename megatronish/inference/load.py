@@ -102,7 +102,7 @@ class SavedModel(NamedTuple):
         )
         adapters = [saved.config for saved in self.read_adapters().values()] or [AdapterConfig()]
         configs = [replace(config, adapter=adapter) for adapter in adapters]
-        if wrong := next((found for each in configs if (found := problems(each))), None):
+        if wrong := next((complaints for each in configs if (complaints := problems(each))), None):
             raise UserError("\n".join(wrong))
         return configs[0]
 
@@ -144,15 +144,15 @@ def find_trained(
     if checkpoint is not None:
         state = read_state(checkpoint)
         native.refuse_adapters_alone(state, checkpoint)
-        found = SavedModel(checkpoint, state["step"], description_of(checkpoint), adapters)
+        saved_model = SavedModel(checkpoint, state["step"], description_of(checkpoint), adapters)
     elif (load / CONFIG).is_file():
-        found = SavedModel(load, 0, hf.describe(load), adapters, is_hf=True)
+        saved_model = SavedModel(load, 0, hf.describe(load), adapters, is_hf=True)
     elif any((load / name).is_file() for name in FOREIGN):
         raise UserError(f"{load} holds a model in another format; convert it with megatronish convert")
     else:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
-    _refuse_encoder(found)
-    return found if tokenizer is None else found.with_tokenizer(local_tokenizer(tokenizer))
+    _refuse_encoder(saved_model)
+    return saved_model if tokenizer is None else saved_model.with_tokenizer(local_tokenizer(tokenizer))
 
 
 def _refuse_encoder(found: SavedModel) -> None:
@@ -189,10 +189,10 @@ def load_model(
     adapter: Path | None = None,
 ) -> LoadedModel:
     """Model for generation: this rank's share over tp and pp, without `mesh` the whole model. A collective call."""
-    found = find_trained(load, step=step, adapters={} if adapter is None else {"adapter": adapter})
+    saved_model = find_trained(load, step=step, adapters={} if adapter is None else {"adapter": adapter})
     if mesh is None:
-        mesh = Mesh.start(experts=None if found.description.model.num_experts is None else ExpertLayout())
-    return load_found(found, mesh, dtype=dtype)
+        mesh = Mesh.start(experts=None if saved_model.description.model.num_experts is None else ExpertLayout())
+    return load_found(saved_model, mesh, dtype=dtype)
 
 
 def load_found(found: SavedModel, mesh: Mesh, *, dtype: torch.dtype) -> LoadedModel:

@@ -95,11 +95,11 @@ class TextRequest(BaseModel):
 
     def refuse_stops(self) -> None:
         """ApiError for too many stop strings, for too long ones, and for what is none."""
-        found = self.stop_strings
-        if len(found) > MOST_STOPS:
-            told = f"stop has {len(found)} strings, and {MOST_STOPS} is the limit; leave some out"
+        stops = self.stop_strings
+        if len(stops) > MOST_STOPS:
+            told = f"stop has {len(stops)} strings, and {MOST_STOPS} is the limit; leave some out"
             raise ApiError(told, param="stop")
-        for number, each in enumerate(found):
+        for number, each in enumerate(stops):
             if not isinstance(each, str):
                 raise ApiError(f"stop.{number} is {type(each).__name__} and no string; correct it", param="stop")
             if len(each) > LONGEST_STOP:
@@ -337,8 +337,8 @@ def make_app(model: ServedModel, texts: TextQueue) -> Any:
         pieces = answer.wanted.pieces(http.is_disconnected)
         if answer.request.stream:
             return StreamingResponse(answer.lines(pieces), media_type="text/event-stream")
-        found = [piece async for piece in pieces] or [TextPiece("", 0, "stop")]
-        return answer.whole("".join(piece.text for piece in found), found[-1])
+        all_pieces = [piece async for piece in pieces] or [TextPiece("", 0, "stop")]
+        return answer.whole("".join(piece.text for piece in all_pieces), all_pieces[-1])
 
     return app
 

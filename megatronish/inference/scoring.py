@@ -96,26 +96,26 @@ class Scoring:
         """Likelihoods of these pairs, the longest first, on the ranks of the last stage; elsewhere none."""
         pp = session.mesh.pp
         executor = executor_of(session.trained.model, session.mesh, _forward)
-        found: dict[int, Likelihood] = {}
+        likelihoods: dict[int, Likelihood] = {}
         order = sorted(numbers, key=lambda number: -len(self.pairs[number].whole(session.seq_length)))
         batches = [order[first : first + session.batch_size] for first in range(0, len(order), session.batch_size)]
         for first in range(0, len(batches), pp.size):
             group = batches[first : first + pp.size]
             outputs = self._outputs(executor, [self._input(batch, session.seq_length) for batch in group])
             for batch, output in zip(group, outputs, strict=False):
-                found |= self._likelihoods(batch, output.cpu(), session.seq_length)
-        return found
+                likelihoods |= self._likelihoods(batch, output.cpu(), session.seq_length)
+        return likelihoods
 
     def _outputs(self, executor: Executor, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Output of each batch on the ranks of the last stage; elsewhere none."""
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         executor.run(
             [Action("F", 0, number) for number in range(len(batches))],
             [batch.to(executor.boundary.device) for batch in batches],
             step=None,
-            on_model_output=lambda _number, output: found.append(output),
+            on_model_output=lambda _number, output: outputs.append(output),
         )
-        return found
+        return outputs
 
     def _input(self, batch: Sequence[int], seq_length: int) -> MicroBatch:
         """Tokens [B, longest text]; padding comes after the text, where no token of it can see it."""
@@ -130,13 +130,13 @@ class Scoring:
 
     def _likelihoods(self, batch: Sequence[int], output: Tensor, seq_length: int) -> dict[int, Likelihood]:
         """From losses and margins [2, S, B]."""
-        found = {}
+        likelihoods = {}
         for row, number in enumerate(batch):
             pair = self.pairs[number]
             end = len(pair.whole(seq_length)) - 1
             losses, margins = output[:, max(0, end - len(pair.continuation)) : end, row]
-            found[number] = Likelihood(-float(losses.double().sum()), bool((margins >= 0).all()))
-        return found
+            likelihoods[number] = Likelihood(-float(losses.double().sum()), bool((margins >= 0).all()))
+        return likelihoods
 
 
 def _forward(model: GPT, x: Tensor | None, batch: MicroBatch, /, *, step: int | None) -> ChunkOutput:
@@ -168,5 +168,5 @@ def over_replicas(mesh: Mesh, count: int, work: Callable[[Sequence[int]], Mappin
     shares_experts = experts.ep.size * experts.etp.size > mesh.tp.size
     mine = range(count) if shares_experts else range(dp.rank, count, dp.size)
     parts = from_all(mesh.checkpoint_axis, lambda: dict(work(mine)) if mine else {})
-    found = {number: value for part in parts for number, value in part.items()}
-    return [found[number] for number in range(count)]
+    by_number = {number: value for part in parts for number, value in part.items()}
+    return [by_number[number] for number in range(count)]

@@ -42,14 +42,14 @@ def fitted(layout: Layout, num_devices: int) -> Layout:
 
 def fitted_experts(parallel: Mapping[str, Any], layout: Layout) -> list[str]:
     """Flags of the grid of experts of a config on the ranks of another layout: sizes become common divisors."""
-    found = []
+    flags = []
     width = layout.dp * layout.cp * layout.tp
     if ETP in parallel:
         etp = math.gcd(parallel[ETP], layout.tp)
-        found += ["--etp", str(etp)]
+        flags += ["--etp", str(etp)]
     else:
         etp = layout.tp
-    return [*found, "--ep", str(math.gcd(parallel[EP], width // etp))] if EP in parallel else found
+    return [*flags, "--ep", str(math.gcd(parallel[EP], width // etp))] if EP in parallel else flags
 
 
 def config_of(config_file: Path, argv: Sequence[str]) -> Path:

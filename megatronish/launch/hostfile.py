@@ -83,20 +83,20 @@ def chosen(
         raise UserError("--include and --exclude contradict each other: both say which slots are used; leave one out")
     if (include or exclude) and (num_nodes is not None or num_gpus is not None):
         raise UserError("--num-nodes and --num-gpus take the first hosts and slots; leave --include and --exclude out")
-    found = list(hosts)
+    chosen_hosts = list(hosts)
     if include:
         named = _named("--include", include, hosts)
-        found = [Host(host.name, named[host.name]) for host in hosts if host.name in named]
+        chosen_hosts = [Host(host.name, named[host.name]) for host in hosts if host.name in named]
     if exclude:
         named = _named("--exclude", exclude, hosts)
         left = [
             Host(host.name, tuple(slot for slot in host.slots if slot not in named.get(host.name, ())))
             for host in hosts
         ]
-        found = [host for host in left if host.slots]
-        if not found:
+        chosen_hosts = [host for host in left if host.slots]
+        if not chosen_hosts:
             raise UserError(f"--exclude {exclude} leaves no slot of the hostfile; exclude less")
-    return _first(found, num_nodes, num_gpus)
+    return _first(chosen_hosts, num_nodes, num_gpus)
 
 
 def _first(hosts: list[Host], num_nodes: int | None, num_gpus: int | None) -> list[Host]:
@@ -116,7 +116,7 @@ def _first(hosts: list[Host], num_nodes: int | None, num_gpus: int | None) -> li
 def _named(flag: str, words: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
     """{host: its slots} of --include or --exclude; a host that is named twice has the slots of both."""
     slots_of = {host.name: host.slots for host in hosts}
-    found: dict[str, set[int]] = {}
+    named_slots: dict[str, set[int]] = {}
     for part in words.split("@"):
         name, colon, numbers = part.strip().partition(":")
         if name not in slots_of:
@@ -129,5 +129,5 @@ def _named(flag: str, words: str, hosts: Sequence[Host]) -> Mapping[str, tuple[i
                     f"{flag} {words[:200]}: {name} has no slot {number.strip()[:20]!r}; its slots are 0 to "
                     f"{slots_of[name][-1]}, as in {name}:0,1"
                 )
-            found.setdefault(name, set()).add(int(slot))
-    return {name: tuple(sorted(slots)) for name, slots in found.items()}
+            named_slots.setdefault(name, set()).add(int(slot))
+    return {name: tuple(sorted(slots)) for name, slots in named_slots.items()}

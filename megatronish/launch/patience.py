@@ -18,12 +18,12 @@ def within(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
 
     Where the machine lets this user start no more threads, the call is made here.
     """
-    found: list[T] = []
+    return_values: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            return_values.append(call())
         except BaseException as error:
             errors.append(error)
 
@@ -35,7 +35,7 @@ def within(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
     thread.join(seconds)
     if errors:
         raise errors[0]
-    return found[0] if found else otherwise
+    return return_values[0] if return_values else otherwise
 
 
 def apart(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
@@ -69,10 +69,10 @@ def apart(seconds: float, call: Callable[[], T], *, otherwise: T) -> T:
             os.waitpid(child, 0 if has_ended else os.WNOHANG)
     if not data:  # a child that was killed says nothing of the disk
         return within(seconds, call, otherwise=otherwise) if has_ended else otherwise
-    found, error = pickle.loads(data)
+    return_value, error = pickle.loads(data)
     if error is not None:
         raise error
-    return found
+    return return_value
 
 
 def _be_child(call: Callable[[], object], writer: int) -> None:

@@ -117,10 +117,10 @@ def address_to_listen_on(host: str, *, is_on_one_machine: bool) -> str | None:
     if not (is_on_one_machine or is_loopback(host) or _is_number(host)):
         return None
     try:
-        found = [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        addresses = [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):
         return None
-    return next((each for each in found if ":" not in each), next(iter(found), None))
+    return next((each for each in addresses if ":" not in each), next(iter(addresses), None))
 
 
 def _is_number(host: str) -> bool:

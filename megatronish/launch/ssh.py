@@ -52,15 +52,15 @@ def is_here(host: str) -> bool:
 
 def exported(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str]:
     """Variables for all hosts: those of EXPORTED, and those of --export NAME or NAME=VALUE."""
-    found = {name: value for name, value in environ.items() if name.startswith(EXPORTED) or name in EXPORTED_NAMES}
+    variables = {name: value for name, value in environ.items() if name.startswith(EXPORTED) or name in EXPORTED_NAMES}
     for word in asked:
         name, equals, value = word.partition("=")
         if not name:
             raise UserError(f"--export {word} names no variable; give NAME, or NAME=VALUE")
         if not equals and name not in environ:
             raise UserError(f"--export {name}: {name} is not set here; export it first, or give {name}=VALUE")
-        found[name] = value if equals else environ[name]
-    return found
+        variables[name] = value if equals else environ[name]
+    return variables
 
 
 def address_of(host: str, reach: Reach) -> str:

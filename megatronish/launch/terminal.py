@@ -172,14 +172,14 @@ class Terminal:
 def patient(*streams: TextIO) -> Iterator[list[TextIO]]:
     """Streams that write to the same files and wait for no reader; those that are no files are left as they are."""
     writers: dict[tuple[int, int], Writer] = {}
-    found: list[TextIO] = []
+    patient_streams: list[TextIO] = []
     for stream in streams:
         try:
             stream.flush()
             descriptor = stream.fileno()
             status = os.fstat(descriptor)
         except (OSError, ValueError, AttributeError):
-            found.append(stream)
+            patient_streams.append(stream)
             continue
         identity = status.st_dev, status.st_ino  # of one terminal, lines of both streams keep their order
         if identity not in writers:
@@ -188,11 +188,11 @@ def patient(*streams: TextIO) -> Iterator[list[TextIO]]:
                 writers[identity] = Writer(own)
             except RuntimeError:  # the machine lets this user start no more threads
                 os.close(own)
-                found.append(stream)
+                patient_streams.append(stream)
                 continue
-        found.append(cast(TextIO, Terminal(stream, writers[identity])))
+        patient_streams.append(cast(TextIO, Terminal(stream, writers[identity])))
     try:
-        yield found
+        yield patient_streams
     finally:
         for writer in writers.values():
             writer.finish()

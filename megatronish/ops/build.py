@@ -45,17 +45,17 @@ class Accesses(NamedTuple):
 
 def accesses_of(cubin: bytes) -> dict[str, Accesses]:
     """What each kernel of a cubin has, by its mangled name."""
-    found: dict[str, Accesses] = {}
+    by_kernel: dict[str, Accesses] = {}
     for name, code in _sections(cubin):
         if not name.startswith(".text."):
             continue
-        accesses = found[name.removeprefix(".text.")] = Accesses(Counter(), Counter())
+        accesses = by_kernel[name.removeprefix(".text.")] = Accesses(Counter(), Counter())
         # Opcode in bits 0 to 11, width in bits 73 to 75 of an instruction: of the high word these are bits 9 to 11.
         for low, high in struct.iter_unpack("<QQ", code):
             kind = {LOAD: accesses.loads, STORE: accesses.stores}.get(low & OPERATION)
             if kind is not None:
                 kind[WIDTHS[high >> 9 & 7]] += 1
-    return found
+    return by_kernel
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
@@ -185,10 +185,10 @@ def build_emulated(sources: Sequence[Path] = (), *, bindings: bool = True) -> Pa
 
 def kernel_sources() -> list[Path]:
     """The .cu files, one for each family of operations; BuildError where there are none."""
-    found = sorted(SOURCES.glob("[!.]*.cu"))
-    if not found:
+    sources = sorted(SOURCES.glob("[!.]*.cu"))
+    if not sources:
         raise BuildError(f"there are no kernels in {SOURCES}: build from a checkout of the repository")
-    return found
+    return sources
 
 
 def sources_hash() -> str:
@@ -200,21 +200,21 @@ def sources_hash() -> str:
 def find_nvcc() -> str:
     """The path of CUDA's compiler, by CUDA_HOME or PATH; BuildError where there is none."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
-    found = found or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if found is None:
+    path = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    path = path or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if path is None:
         raise BuildError(
             "CUDA's compiler nvcc is not here, so the kernels cannot be built; install the CUDA toolkit or set "
             "CUDA_HOME. Without kernels everything runs on the references in torch"
         )
-    return found
+    return path
 
 
 def find_compiler() -> str:
     """The path of a C++ compiler for the CPU: CXX, g++ or c++; BuildError where there is none."""
     for name in (os.environ.get("CXX"), "g++", "c++"):
-        if name and (found := shutil.which(name)):
-            return found
+        if name and (path := shutil.which(name)):
+            return path
     raise BuildError("there is no C++ compiler here: install g++, or name one in CXX")
 
 
@@ -241,15 +241,15 @@ def table(kernels: Iterable[Kernel]) -> str:
     for each in kernels:
         by_name.setdefault(each.name, []).append(each)
     architectures = sorted(
-        {each.architecture for found in by_name.values() for each in found}, key=lambda name: int(name[3:])
+        {each.architecture for variants in by_name.values() for each in variants}, key=lambda name: int(name[3:])
     )
     lines = [f"registers on {', '.join(architectures)}; bytes of static shared memory, spilled, of a load, of a store"]
     # A kernel is as good as its worst architecture: the most memory, the narrowest access.
-    for name, found in sorted(by_name.items()):
-        registers = {each.architecture: each.registers for each in found}
+    for name, variants in sorted(by_name.items()):
+        registers = {each.architecture: each.registers for each in variants}
         columns = "".join(f"{registers.get(architecture, 0):>4}" for architecture in architectures)
-        most = f"{max(each.shared_bytes for each in found):>6} {max(each.spill_bytes for each in found):>6}"
-        moved = f"{min(each.load_bytes for each in found):>3} {min(each.store_bytes for each in found):>3}"
+        most = f"{max(each.shared_bytes for each in variants):>6} {max(each.spill_bytes for each in variants):>6}"
+        moved = f"{min(each.load_bytes for each in variants):>3} {min(each.store_bytes for each in variants):>3}"
         lines.append(f"{columns} {most} {moved}  {name}")
     return "\n".join(lines)
 
@@ -354,11 +354,11 @@ def _cubin_of(output: Path, architecture: str) -> Path:
 
 def _widths(output: Path) -> dict[tuple[str, str], tuple[int, int]]:
     """Bytes of the widest load and store of each kernel in an object file, by mangled name and architecture."""
-    found = {}
+    widths = {}
     for cubin in sorted(output.parent.glob(f"{output.stem}.sm_*.cubin")):
         for name, accesses in accesses_of(cubin.read_bytes()).items():
-            found[name, cubin.stem.split(".")[-1]] = max(accesses.loads, default=0), max(accesses.stores, default=0)
-    return found
+            widths[name, cubin.stem.split(".")[-1]] = max(accesses.loads, default=0), max(accesses.stores, default=0)
+    return widths
 
 
 def _kernels(log: str, widths: Mapping[tuple[str, str], tuple[int, int]]) -> list[Kernel]:
@@ -369,14 +369,14 @@ def _kernels(log: str, widths: Mapping[tuple[str, str], tuple[int, int]]) -> lis
         r".*?Used (\d+) registers([^\n]*)",
         re.DOTALL,
     )
-    found = []
+    kernels = []
     for name, architecture, stores, loads, registers, rest in entry.findall(log):
         shared = re.search(r"(\d+) bytes smem", rest)
         spilled = int(stores) + int(loads)
         moved = widths.get((name, architecture), (0, 0))
-        found.append(Kernel(name, architecture, int(registers), int(shared[1]) if shared else 0, spilled, *moved))
-    plain = _demangled([each.name for each in found])
-    return [each._replace(name=name) for each, name in zip(found, plain, strict=True)]
+        kernels.append(Kernel(name, architecture, int(registers), int(shared[1]) if shared else 0, spilled, *moved))
+    plain = _demangled([each.name for each in kernels])
+    return [each._replace(name=name) for each, name in zip(kernels, plain, strict=True)]
 
 
 def _demangled(names: Sequence[str]) -> list[str]:

@@ -350,17 +350,17 @@ class Muon:
     def _directions(self, distribution: MatrixDistribution, round_: Round) -> Tensor:
         """[ranks, width]: this rank's pieces of the directions, and zeros."""
         buffer = distribution.buffer(round_)
-        found = [
-            (slot.matrix.name, *found)
+        pieces = [
+            (slot.matrix.name, *pair)
             for slot in round_.slots
             if distribution.contributes(slot)
-            for found in distribution.pieces(slot, buffer)
+            for pair in distribution.pieces(slot, buffer)
         ]
-        momenta = [piece.view(self._momenta[name]) for name, piece, _ in found]
+        momenta = [piece.view(self._momenta[name]) for name, piece, _ in pieces]
         parts = list[Tensor]()  # of a piece that is cut, because it lies on a disk
         for chunk in in_chunks([(each,) for each in momenta], num_written=0):
             for part, (momentum,) in chunk:
-                name, piece, place = found[part.number]
+                name, piece, place = pieces[part.number]
                 gradient = piece.view(self._matrices.gradient_of(name)).view(-1)[part.begin : part.end]
                 parts.append(self._direction(momentum, gradient))
                 if part.end == place.numel():
@@ -380,14 +380,14 @@ class Muon:
     def _apply(self, distribution: MatrixDistribution, round_: Round, buffer: Tensor, learning_rate: float) -> None:
         """Subtract the updates of this rank's pieces, read from the buffer [ranks, width] of the round."""
         scale = SCALES[self._config.muon_scale_mode]
-        found = [
+        pieces = [
             (slot.matrix, piece.view(self._masters[slot.matrix.name].detach()), place)
             for slot in round_.slots
             for piece, place in distribution.pieces(slot, buffer)
         ]
-        for chunk in in_chunks([(master,) for _, master, _ in found], num_written=1):
+        for chunk in in_chunks([(master,) for _, master, _ in pieces], num_written=1):
             for part, (master,) in chunk:
-                matrix, piece, place = found[part.number]
+                matrix, piece, place = pieces[part.number]
                 # By the whole matrix's shape, never by that of a piece.
                 factor = learning_rate * self._config.muon_extra_scale_factor * scale(*matrix.shape)
                 if len(master) == piece.numel():

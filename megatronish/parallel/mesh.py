@@ -346,12 +346,12 @@ def _domain(
     replicas = [ranks[i::size] for ranks in groups for i in range(size)]
     shard = axis("shard", shards, at_least=1 if zero_stage == 3 else 2)
     device_mesh = DeviceMesh.from_group(shard.group, device.type) if shard.group and zero_stage == 3 else None
-    found = Domain(name, shard=shard, replicate=axis("replicate", replicas), device_mesh=device_mesh, **model)
+    domain = Domain(name, shard=shard, replicate=axis("replicate", replicas), device_mesh=device_mesh, **model)
     if kept_over == 0:
-        return found
+        return domain
     number = kept_over // (groups[0][1] - groups[0][0])  # apart lie ranks that hold the same
     neighbours = axis("secondary", [ranks[i : i + number] for ranks in shards for i in range(0, size, number)])
-    return replace(found, secondary=neighbours, secondary_mesh=_cut(shard, neighbours, device))
+    return replace(domain, secondary=neighbours, secondary_mesh=_cut(shard, neighbours, device))
 
 
 def _in_rows(groups: Sequence[Sequence[int]], number: int) -> list[Sequence[int]]:

@@ -150,16 +150,16 @@ class SentencePieceControls:
         self._model = model
 
     def encode(self, text: str, places: Sequence[tuple[int, int]]) -> PlacedTokens:
-        found, done = PlacedTokens([], [], []), 0
+        tokens, done = PlacedTokens([], [], []), 0
         for begin, end in [*places, (len(text), len(text))]:
             if done < begin:
                 for number, (first, last) in self._pieces(text[done:begin]):
                     # All but one of the bytes of a character have an empty place: they belong to the character.
-                    _add(found, number, done + first, done + max(last, first + 1))
+                    _add(tokens, number, done + first, done + max(last, first + 1))
             if begin < end:
-                _add(found, self.names[text[begin:end]], begin, end)
+                _add(tokens, self.names[text[begin:end]], begin, end)
             done = end
-        return found
+        return tokens
 
     def _pieces(self, text: str) -> Iterable[tuple[int, tuple[int, int]]]:
         """Pieces with their places in characters. Versions of the library up to 0.2.0 have another word for them.
@@ -167,11 +167,11 @@ class SentencePieceControls:
         What newer versions call `proto` counts bytes.
         """
         try:
-            found = self._model.encode(text, return_type="offset_mapping")
+            encoding = self._model.encode(text, return_type="offset_mapping")
         except (TypeError, ValueError):
             pieces = self._model.encode(text, out_type="immutable_proto").pieces
             return [(piece.id, (piece.begin, piece.end)) for piece in pieces]
-        return zip(found["ids"], found["offsets"], strict=True)
+        return zip(encoding["ids"], encoding["offsets"], strict=True)
 
 
 class ByteControls:
@@ -185,15 +185,15 @@ class ByteControls:
         self.identity = f"bytes {eod}"
 
     def encode(self, text: str, places: Sequence[tuple[int, int]]) -> PlacedTokens:
-        found, done = PlacedTokens([], [], []), 0
+        tokens, done = PlacedTokens([], [], []), 0
         for begin, end in [*places, (len(text), len(text))]:
             for place in range(done, begin):
                 for byte in text[place].encode():
-                    _add(found, byte, place, place + 1)
+                    _add(tokens, byte, place, place + 1)
             if begin < end:
-                _add(found, self.names[text[begin:end]], begin, end)
+                _add(tokens, self.names[text[begin:end]], begin, end)
             done = end
-        return found
+        return tokens
 
 
 def _add(found: PlacedTokens, token: int, begin: int, end: int) -> None:

@@ -53,13 +53,13 @@ TEMPLATES = "additional_chat_templates"
 
 def tokenizer_type(name: str) -> str:
     """Kind of tokenizer that `name`, one of the table or of Megatron-LM, stands for; UserError if there is none."""
-    found = MEGATRON_TOKENIZERS.get(name, name)
-    if found not in TOKENIZER_NAMES:
+    kind = MEGATRON_TOKENIZERS.get(name, name)
+    if kind not in TOKENIZER_NAMES:
         raise UserError(
             f"--tokenizer-type {name} is not known; use one of {', '.join(TOKENIZER_NAMES)}, or Megatron's "
             f"{', '.join(MEGATRON_TOKENIZERS)}, or name the plug-in that registers it with --plugin"
         )
-    return found
+    return kind
 
 
 def tokenizer_in(folder: Path, *, like_gpt2: bool) -> dict[str, Any]:

@@ -87,8 +87,8 @@ class Tokenizer(ABC):
 
     def own_sentinels(self) -> list[int]:
         """Ids of the tokens called <extra_id_0>, <extra_id_1> and so on, in this order."""
-        found = (self._named(f"<extra_id_{number}>") for number in range(self.vocab_size))
-        return list(takewhile(lambda token: token is not None, found))  # type: ignore[arg-type]
+        ids = (self._named(f"<extra_id_{number}>") for number in range(self.vocab_size))
+        return list(takewhile(lambda token: token is not None, ids))  # type: ignore[arg-type]
 
     def span_tokens(self, number: int) -> SpanTokens:
         """Special tokens of a model of hidden spans: own sentinels, or the last `number` ids of the vocabulary."""
@@ -341,14 +341,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def mask_tokens(self) -> MaskTokens:
         for names in MASK_NAMES:
-            ids = [found for name in names if (found := self._model.token_to_id(name)) is not None]
+            ids = [token_id for name in names if (token_id := self._model.token_to_id(name)) is not None]
             if len(ids) == len(names):
                 return MaskTokens(*ids)
         return super().mask_tokens()
 
     def _named(self, name: str) -> int | None:
-        found: int | None = self._model.token_to_id(name)
-        return found
+        token_id: int | None = self._model.token_to_id(name)
+        return token_id
 
     def control_encoder(self) -> ControlEncoder:
         return HuggingFaceControls(self._model, eos=str(self._model.id_to_token(self.eod)))
@@ -365,12 +365,12 @@ def _configured_eod(folder: Path) -> tuple[str, ...]:
     if not path.is_file():
         return ()
     try:
-        found = foreign.read_json(path)
+        config = foreign.read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise UserError(f"{path} is not a JSON object; correct or remove it")
-    token = found.get("eos_token")
+    token = config.get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     return (name,) if isinstance(name, str) else ()
 

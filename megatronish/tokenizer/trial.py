@@ -156,17 +156,17 @@ def _probes(files: Sequence[str]) -> Iterator[str]:
     """Texts of every script, every character of a keyboard many times, what patterns name, and pieces."""
     yield from TEXTS
     written = Path(files[0]).read_text(encoding="utf-8", errors="replace")
-    found = set()
+    characters = set()
     with suppress(ValueError, RecursionError):
         content = json.loads(written)
         patterns, pieces = [*_patterns(content)], [*_pieces(content)]
-        found = {character for pattern in patterns for character in pattern} - set(string.printable)
+        characters = {character for pattern in patterns for character in pattern} - set(string.printable)
         for pattern in patterns:
             letters = re.sub(r"\\.|[^\w\s]", "", pattern)[:8] or pattern[:8]
             yield letters * REPEATED + "!\x00"
             yield pattern[:200]
         yield from pieces
-    for character in [*string.printable, *"éя漢\u2581\u3000", *sorted(found)[:100]]:
+    for character in [*string.printable, *"éя漢\u2581\u3000", *sorted(characters)[:100]]:
         yield character * REPEATED + ("\x00" if character == "!" else "!")
 
 

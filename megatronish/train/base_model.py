@@ -181,14 +181,14 @@ def _stored(
             return torch.from_numpy(np.load(path))
         return torch.full((file.num_samples, 2), torch.nan if mesh.is_main else 0.0)
 
-    found = comm.all_reduce(all_or_none(mesh.checkpoint_axis, begun), mesh.world)
-    done = int((~found[:, 0].isnan()).sum())
-    if done < len(found):
-        say(f"log-probabilities of {file.path} by {reference.source}: {done:,} of {len(found):,} pairs are stored")
+    all_scores = comm.all_reduce(all_or_none(mesh.checkpoint_axis, begun), mesh.world)
+    done = int((~all_scores[:, 0].isnan()).sum())
+    if done < len(all_scores):
+        say(f"log-probabilities of {file.path} by {reference.source}: {done:,} of {len(all_scores):,} pairs are stored")
     for first, scores in _scored(job, engine, data, number, first=done):
-        found[first : first + len(scores)] = scores
-        all_or_none(mesh.checkpoint_axis, lambda: _write(path, found) if mesh.is_main else None)
-    return found.numpy()
+        all_scores[first : first + len(scores)] = scores
+        all_or_none(mesh.checkpoint_axis, lambda: _write(path, all_scores) if mesh.is_main else None)
+    return all_scores.numpy()
 
 
 def _write(path: Path, numbers: torch.Tensor) -> None:
@@ -222,12 +222,12 @@ def _together(
 ) -> torch.Tensor:
     """[end - begin, 2] on all ranks, from what those have that end the model: tp and cp ranks have it alike."""
     mesh = engine.mesh
-    found = torch.zeros(end - begin, 2)
+    sums = torch.zeros(end - begin, 2)
     counts = torch.zeros(end - begin, 1)
     if mesh.pp.is_last and mesh.tp.is_first and mesh.cp.is_first:
         for row, score in zip(rows, scores, strict=True):
             places = torch.tensor(row) - begin
-            found.index_add_(0, places, score.float().cpu())
+            sums.index_add_(0, places, score.float().cpu())
             counts.index_add_(0, places, torch.ones(len(row), 1))
-    both = comm.all_reduce(torch.cat((found, counts), dim=1), mesh.world)
+    both = comm.all_reduce(torch.cat((sums, counts), dim=1), mesh.world)
     return both[:, :2] / both[:, 2:]

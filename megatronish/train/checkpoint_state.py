@@ -77,13 +77,13 @@ def from_islands(tensors: dict[str, GlobalTensor], engine: Engine, *, saved: int
     if saved is not None and number < saved:
         return FromIslands(tensors, restarts=False)
     prefix = "" if saved is None else f"{ISLAND}{number % saved}."
-    found = {}
+    island_tensors = {}
     for name, each in tensors.items():
         if name.startswith(f"{own}optimizer."):
-            found[f"{prefix}{name.removeprefix(own)}"] = each
+            island_tensors[f"{prefix}{name.removeprefix(own)}"] = each
         elif not name.startswith(own) and not (saved is None and name.startswith(MOMENTUM)):
-            found[name] = each
-    return FromIslands(found, restarts=True)
+            island_tensors[name] = each
+    return FromIslands(island_tensors, restarts=True)
 
 
 def base_tensors_of(engine: Engine) -> dict[str, GlobalTensor]:

@@ -146,10 +146,10 @@ def last_step(file: Path) -> int:
     try:
         with file.open("rb") as lines:
             lines.seek(max(0, lines.seek(0, os.SEEK_END) - 2**16))
-            found = lines.read().splitlines()
+            last_lines = lines.read().splitlines()
     except OSError:
         return 0
-    for line in reversed(found):
+    for line in reversed(last_lines):
         try:
             return int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # infinity is no step
@@ -162,13 +162,13 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
 
     A field that the saved config lacks is None, or newer than the checkpoint: its default is what the run had.
     """
-    found, defaults = {}, resolved(Config())
+    fields, defaults = {}, resolved(Config())
     for section in sorted(saved.keys() | now.keys()):
         before, after = (defaults.get(section, {}) | config.get(section, {}) for config in (saved, now))
         for name in sorted(before.keys() | after.keys()):
             if before.get(name) != after.get(name):
-                found[f"{section}.{name}"] = (before.get(name), after.get(name))
-    return found
+                fields[f"{section}.{name}"] = (before.get(name), after.get(name))
+    return fields
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -309,5 +309,5 @@ def _begins_with(longer: Path, shorter: Path) -> bool:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_size
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size

@@ -62,19 +62,19 @@ def preflight_run(config: Config, notes: Sequence[str], place: Place) -> int:
 
 def _opened(config: Config, mesh: Mesh) -> tuple[Facts, Needs]:
     """Facts of the data as this rank sees them, and what the run needs. What cannot be read is a fact, too."""
-    found: Facts = {}
+    facts: Facts = {}
     try:
         newest = find_checkpoint(location(config.save_place))
-        found["data newest checkpoint"] = newest.name if newest else "none"
+        facts["data newest checkpoint"] = newest.name if newest else "none"
         job = TrainingJob.open(config, mesh)
     except (UserError, OSError) as error:
-        return found | {"data train": f"unreadable ({without_passwords(str(error))})"}, Needs()
+        return facts | {"data train": f"unreadable ({without_passwords(str(error))})"}, Needs()
     splits = job.datasets
     sets = {"train": splits.train, **splits.valid, **({} if splits.test is None else {"test": splits.test})}
     # An identity is a checksum of lengths, contents and order.
-    found |= {f"data {name}": hashlib.sha256(each.identity.encode()).hexdigest()[:16] for name, each in sets.items()}
-    found |= {f"data {name}": str(job.facts[name]) for name in ("vocab_size", "eod")}
-    return found, _needs(config, job.vocab_size, mesh.device)
+    facts |= {f"data {name}": hashlib.sha256(each.identity.encode()).hexdigest()[:16] for name, each in sets.items()}
+    facts |= {f"data {name}": str(job.facts[name]) for name in ("vocab_size", "eod")}
+    return facts, _needs(config, job.vocab_size, mesh.device)
 
 
 def _needs(config: Config, vocab_size: int, device: torch.device) -> Needs:

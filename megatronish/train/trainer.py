@@ -258,12 +258,12 @@ class Trainer:
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """States of the hooks that keep something, by name."""
-        found = {}
+        states = {}
         for hook in self.hooks:
             with self._guarded(hook) as active:
                 if hook.name and (state := active.state()):
-                    found[hook.name] = state
-        return found
+                    states[hook.name] = state
+        return states
 
     def load_hook_states(self, states: dict[str, dict[str, Any]]) -> None:
         """Hand each hook its state, where there is one; states of unknown names are left aside."""
@@ -292,9 +292,9 @@ HOOKS: dict[str, Callable[..., Hook]] = {}
 
 def hooks_of(log: LogConfig, job: object) -> list[Hook]:
     """The hooks that a config names, in its order. One without a name of its own keeps its state under that name."""
-    found = []
+    hooks = []
     for name, options in options_of_each(HOOK_NAMES, log.hook, log.hook_args).items():
         hook = HOOKS[name](job, **options)
         hook.name = hook.name or name
-        found.append(hook)
-    return found
+        hooks.append(hook)
+    return hooks

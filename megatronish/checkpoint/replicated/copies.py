@@ -81,7 +81,7 @@ def newest_copy(nearby: Nearby, *, launch: str | None = None) -> tuple[FoundCopy
 
 def _listed(folder: Path, launch: str | None) -> tuple[dict[str, HeldCopy], Damage]:
     """Copies in a host's folder, by key, and a sentence for each whose list of files cannot be read."""
-    found: dict[str, HeldCopy] = {}
+    copies: dict[str, HeldCopy] = {}
     told: Damage = []
     for path in steps_in(folder).values():
         try:
@@ -93,14 +93,14 @@ def _listed(folder: Path, launch: str | None) -> tuple[dict[str, HeldCopy], Dama
             if launch is not None and state.get("launch") != launch:
                 continue
             taken = float(state.get("taken_at", state["saved_at"]))
-            found[key] = HeldCopy(path.name, taken, frozenset({*lengths, CHECKSUMS}), frozenset({*here, CHECKSUMS}))
+            copies[key] = HeldCopy(path.name, taken, frozenset({*lengths, CHECKSUMS}), frozenset({*here, CHECKSUMS}))
         except DamagedError as error:
             told.append(f"{path}: {error.why}; that copy is not used")
         except OSError as error:
             told.append(f"{path} cannot be read ({error.strerror}); that copy is not used")
         except (KeyError, TypeError, ValueError):
             told.append(f"{path} is no copy of a run; it is not used")
-    return found, told
+    return copies, told
 
 
 def _has(path: Path, length: int) -> bool:

@@ -135,14 +135,14 @@ def remove_orphans(parent: Path, *, but: str, moved_for: float = DAY) -> list[Pa
 
 def orphans_in(parent: Path, *, but: str, moved_for: float = DAY) -> list[Path]:
     """The folders that `remove_orphans` removes."""
-    found = []
+    orphans = []
     with suppress(OSError):
         for folder in list(parent.iterdir()):
             if folder.name != but and NAME.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
                 with suppress(OSError):
                     if _is_orphan(folder, moved_for):
-                        found.append(folder)
-    return found
+                        orphans.append(folder)
+    return orphans
 
 
 def _is_orphan(folder: Path, moved_for: float) -> bool:

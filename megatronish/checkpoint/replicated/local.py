@@ -113,12 +113,12 @@ def _first_seen(
     folders: Sequence[Path], made: Sequence[str | None], nonce: str, counts: Sequence[int]
 ) -> list[Shared | str]:
     """In each folder the first file that is there. Asked for by name: listings may be old on network file systems."""
-    found: list[Shared | str] = []
+    first_files: list[Shared | str] = []
     for folder, error in zip(folders, made, strict=True):
         every = (Shared(rank, number) for rank, count in enumerate(counts) for number in range(count))
         seen = (each for each in every if os.path.lexists(folder / f".host_{nonce}_{each.rank}_{each.number}"))
-        found.append(error if error is not None else next(seen, "its files cannot be seen"))
-    return found
+        first_files.append(error if error is not None else next(seen, "its files cannot be seen"))
+    return first_files
 
 
 MEMORY = Path("/dev/shm")
@@ -167,10 +167,10 @@ def _parents(local_save: str | None) -> list[Path]:
     """Folders around those of runs, in the order in which they are preferred."""
     if local_save is not None:
         return [Path(local_save)]
-    found = [MEMORY / folder_of_user()]
+    parents = [MEMORY / folder_of_user()]
     with suppress(FileNotFoundError):  # no temporary directory can be written
-        found.append(Path(tempfile.gettempdir()) / folder_of_user())
-    return found
+        parents.append(Path(tempfile.gettempdir()) / folder_of_user())
+    return parents
 
 
 def _needed(of_ranks: Sequence[tuple[Sequence[Shared | str], int]]) -> Mapping[Shared, int]:
@@ -229,10 +229,13 @@ def _chosen(
 ) -> int:
     """Number of the folder that a rank takes."""
     told, most = [], 0
-    found = {number: offers[each] for number, each in enumerate(shared) if isinstance(each, Shared)}
+    offers_by_number = {number: offers[each] for number, each in enumerate(shared) if isinstance(each, Shared)}
     rooms = {number: needed[each] for number, each in enumerate(shared) if isinstance(each, Shared)}
-    for number in sorted(found, key=lambda number: (not found[number].has_copies, not found[number].was_chosen)):
-        offer, room = found[number], rooms[number]
+    for number in sorted(
+        offers_by_number,
+        key=lambda number: (not offers_by_number[number].has_copies, not offers_by_number[number].was_chosen),
+    ):
+        offer, room = offers_by_number[number], rooms[number]
         most = max(most, room)
         if offer.has_copies or offer.free >= room:
             return number

@@ -148,46 +148,46 @@ def from_accelerate(values: Mapping[str, Any], *, folder: Path, dp: int | None =
     """Settings of a default_config.yaml in `folder`; `dp` is the data-parallel size, else from num_processes."""
     # 1. Switches; keys whose value alone decides, and the sizes of one copy of the model.
     prefixes = {"fsdp_config": FSDP_PREFIX, "megatron_lm_config": MEGATRON_PREFIX}
-    found, values = Imported(), settled(values, SWITCHES, prefixes=prefixes)
+    imported, values = Imported(), settled(values, SWITCHES, prefixes=prefixes)
     kind = text(values, "distributed_type", "NO").upper()
     if kind not in KINDS and not kind.startswith("MULTI_"):
         raise UserError(
             f"distributed_type={shown(kind)} must be {one_of(KINDS)}, or MULTI_GPU and its like; correct the file"
         )
-    apply(found, {key: value for key, value in values.items() if key not in _SECTIONS}, TOP)
-    precision = _mixed_precision(found, values)
-    _parallelism(found, section(values, "parallelism_config"))
+    apply(imported, {key: value for key, value in values.items() if key not in _SECTIONS}, TOP)
+    precision = _mixed_precision(imported, values)
+    _parallelism(imported, section(values, "parallelism_config"))
     # 2. What shares the model. DeepSpeed's settings say more than that, its precision too.
     if kind == "DEEPSPEED":
-        _deepspeed(found, values, precision, folder, dp)
+        _deepspeed(imported, values, precision, folder, dp)
     elif kind == "FSDP":
-        fsdp(found, "", section(values, "fsdp_config"))
+        fsdp(imported, "", section(values, "fsdp_config"))
     elif kind == "MEGATRON_LM":
-        _megatron(found, section(values, "megatron_lm_config"))
+        _megatron(imported, section(values, "megatron_lm_config"))
     elif kind == "XLA" or kind == "TPU":
         raise UserError(f"distributed_type={kind} is not there: there are GPUs and CPUs; import another config")
     else:
-        found.set("zero_stage", 0)
+        imported.set("zero_stage", 0)
     for other, name in OF_KINDS.items():
         if other != kind and values.get(name):
-            found.leave_out(name, f"distributed_type={kind} does not read it")
+            imported.leave_out(name, f"distributed_type={kind} does not read it")
     if kind != "DEEPSPEED":
-        found.set("bf16", precision in ("bf16", "fp8"))
+        imported.set("bf16", precision in ("bf16", "fp8"))
         if precision == "fp16":
-            _scaled(found, kind)
+            _scaled(imported, kind)
     # 3. Where it runs.
     if values.get("use_cpu") or kind == "MULTI_CPU":
-        found.set("device", "cpu")
+        imported.set("device", "cpu")
     dynamo, within = section(values, "dynamo_config"), "dynamo_config."
     backend = text(dynamo, "dynamo_backend", text(values, "dynamo_backend", "NO"), within=within)
     backend = text(dynamo, "backend", backend, within=within)
     rest = {key: value for key, value in dynamo.items() if key not in ("dynamo_backend", "backend")}
-    apply(found, rest, DYNAMO, within=within)
+    apply(imported, rest, DYNAMO, within=within)
     if backend.upper() != "NO":
-        found.set("compile", True)
-    _ranks(found, values, dp)
-    found.leave_out("optimizer, learning rate, data", PROGRAM)
-    return found
+        imported.set("compile", True)
+    _ranks(imported, values, dp)
+    imported.leave_out("optimizer, learning rate, data", PROGRAM)
+    return imported
 
 
 def _mixed_precision(found: Imported, values: Mapping[str, Any]) -> str:

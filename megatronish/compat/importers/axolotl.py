@@ -130,7 +130,7 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
     """Settings of a config.yml in `folder`; `dp` is the data-parallel size, from which the batch follows."""
     # 1. Switches; and keys whose value alone decides. A key of a prefix has the rule of the prefix unless it has its
     # own; False asks for nothing.
-    found, values = Imported(), settled(values, SWITCHES, prefixes={"fsdp_config": FSDP_PREFIX})
+    imported, values = Imported(), settled(values, SWITCHES, prefixes={"fsdp_config": FSDP_PREFIX})
     rules = dict(RULES)
     for prefix, rule in (("lora_", LORA), ("wandb_", dropped("W&B reads its other settings from its environment"))):
         rules |= {key: rule for key in values if key.startswith(prefix) and key not in RULES}
@@ -139,30 +139,30 @@ def from_axolotl(values: Mapping[str, Any], *, folder: Path, dp: int | None = No
         for key, value in values.items()
         if key not in _OWN and value is not False and value != USUAL.get(key, _NONE)
     }
-    apply(found, {key: _numeric(key, value) for key, value in rest.items()}, rules)
+    apply(imported, {key: _numeric(key, value) for key, value in rest.items()}, rules)
     # 2. Keys that are read together. The order counts: the objective decides about data sets, the length of the run
     # about warm-up and intervals, which may be fractions of it.
-    _model(found, folder)
-    _adapter(found, values)
-    from_rl(found, values, folder)
-    has_chats = "objective" in found.settings or data_sets(found, values, folder)
-    _length(found, values)
-    _batch(found, values, dp)
-    _held_out(found, values)
+    _model(imported, folder)
+    _adapter(imported, values)
+    from_rl(imported, values, folder)
+    has_chats = "objective" in imported.settings or data_sets(imported, values, folder)
+    _length(imported, values)
+    _batch(imported, values, dp)
+    _held_out(imported, values)
     if not has_chats and values.get("sample_packing"):  # rows are always filled; documents do not see each other
-        found.set("reset_attention_mask", True)
-        found.set("reset_position_ids", True)
-    _optimizer(found, values, dp)
-    learning_rate(found, values)
-    _precision(found, values)
-    _intervals(found, values)
-    sharding(found, values, folder)
+        imported.set("reset_attention_mask", True)
+        imported.set("reset_position_ids", True)
+    _optimizer(imported, values, dp)
+    learning_rate(imported, values)
+    _precision(imported, values)
+    _intervals(imported, values)
+    sharding(imported, values, folder)
     # 3. Last, for what no key has set: absent keys mean Axolotl's defaults, and not ours.
     for name, value in ABSENT.items():
-        found.set_default(name, value)
-    if found.settings.get("dataset_type") == "chat" and values.get("excess_length_strategy") != "truncate":
-        found.leave_out("excess_length_strategy", TOO_LONG)
-    return found
+        imported.set_default(name, value)
+    if imported.settings.get("dataset_type") == "chat" and values.get("excess_length_strategy") != "truncate":
+        imported.leave_out("excess_length_strategy", TOO_LONG)
+    return imported
 
 
 def _numeric(key: str, value: Any) -> Any:

@@ -39,7 +39,7 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
     """Settings of a ds_config.json; `dp` is the data-parallel size, where the batch follows from it."""
     # 1. Switches; and keys whose value alone decides. Sections, and numbers that belong together, are read by functions
     # of their own.
-    found, values = Imported(), settled(values, SWITCHES)
+    imported, values = Imported(), settled(values, SWITCHES)
     inner = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "compile")
     others = (
         *(*inner, "bfloat16", "torch_autocast", "tensorboard", "wandb", "tensor_parallel"),
@@ -47,29 +47,29 @@ def from_deepspeed(values: Mapping[str, Any], *, dp: int | None = None) -> Impor
     )
     if str(values.get("steps_per_print")).lower() in ("inf", "infinity"):  # as files for Accelerate have it
         values.pop("steps_per_print")
-        found.leave_out("steps_per_print", "it never prints; --log-interval says how seldom this does")
-    apply(found, {key: value for key, value in values.items() if key not in others}, TOP)
+        imported.leave_out("steps_per_print", "it never prints; --log-interval says how seldom this does")
+    apply(imported, {key: value for key, value in values.items() if key not in others}, TOP)
     # 2. The order counts: the batch needs the sizes above, and the scheduler replaces the optimizer's learning rate.
-    _batch(found, values, dp)
-    optimizer(found, section(values, "optimizer"))
-    scheduler(found, section(values, "scheduler"))
-    _precision(found, values)
-    _autocast(found, section(values, "torch_autocast"))
-    _zero(found, section(values, "zero_optimization"))
-    _activations(found, section(values, "activation_checkpointing"))
-    sparse_attention(found, section(values, "sparse_attention"))
-    _compile(found, section(values, "compile"))
-    _records(found, values)
-    if "context_parallel_size" in found.settings and found.settings["context_parallel_size"] > 1:
-        found.set("cp_comm_type", "a2a")  # DeepSpeed's Ulysses
+    _batch(imported, values, dp)
+    optimizer(imported, section(values, "optimizer"))
+    scheduler(imported, section(values, "scheduler"))
+    _precision(imported, values)
+    _autocast(imported, section(values, "torch_autocast"))
+    _zero(imported, section(values, "zero_optimization"))
+    _activations(imported, section(values, "activation_checkpointing"))
+    sparse_attention(imported, section(values, "sparse_attention"))
+    _compile(imported, section(values, "compile"))
+    _records(imported, values)
+    if "context_parallel_size" in imported.settings and imported.settings["context_parallel_size"] > 1:
+        imported.set("cp_comm_type", "a2a")  # DeepSpeed's Ulysses
     if "tensor_parallel" in values:
         sizes = {"autotp_size": field("tensor_model_parallel_size")}
-        apply(found, section(values, "tensor_parallel"), sizes, within="tensor_parallel.")
+        apply(imported, section(values, "tensor_parallel"), sizes, within="tensor_parallel.")
     if text(values, "gradient_allreduce_op", "mean").lower() != "mean":
-        found.warn("gradient_allreduce_op", "gradients are the mean over all ranks, and not their sum")
+        imported.warn("gradient_allreduce_op", "gradients are the mean over all ranks, and not their sum")
     # 3. Last, when all is set that the file says: absence means something else there than here.
-    _absent(found, values)
-    return found
+    _absent(imported, values)
+    return imported
 
 
 def _absent(found: Imported, values: Mapping[str, Any]) -> None:

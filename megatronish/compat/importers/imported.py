@@ -60,13 +60,13 @@ class Imported:
     def complaints(self) -> list[str]:
         """What a run will complain about: settings of the file that contradict each other."""
         asked = {name: value for name, value in self.settings.items() if value != FIELDS[name].default}
-        config, found = with_fields(Config(), **self.settings), []
+        config, contradictions = with_fields(Config(), **self.settings), []
         for one, other, rule, _ in CONFLICTS:
             pair = [next((name for name in names if name in asked), None) for names in (one, other)]
             if pair[0] is not None and pair[1] is not None:
-                found.append(f"{pair[0]} contradicts {pair[1]}: {rule}")
+                contradictions.append(f"{pair[0]} contradicts {pair[1]}: {rule}")
         rules = (*LENGTH_RULES, *RATE_RULES, *SIGHT_RULES)
-        return found + list(filter(None, (rule.complaint(config) for rule in rules)))
+        return contradictions + list(filter(None, (rule.complaint(config) for rule in rules)))
 
     def set_default(self, field: str, value: Any) -> None:
         """Set a field that nothing has set: what the absence of its key means there, and not here."""

@@ -36,15 +36,15 @@ def settled(
         name, dot, rest = key.partition(".")
         if dot:
             inner.setdefault(name, {})[rest] = others
-    found = dict(values)
+    settled_values = dict(values)
     for key, value in values.items():
         plain = key.removeprefix((prefixes or {}).get("", ""))
         if plain in own:
-            found[key] = _switch(value, own[plain], f"{within}{key}")
+            settled_values[key] = _switch(value, own[plain], f"{within}{key}")
         elif key in inner and isinstance(value, dict):  # section() refuses what is no object
             prefix = {"": (prefixes or {}).get(key, "")}
-            found[key] = settled(value, inner[key], within=f"{within}{key}.", prefixes=prefix)
-    return found
+            settled_values[key] = settled(value, inner[key], within=f"{within}{key}.", prefixes=prefix)
+    return settled_values
 
 
 def _switch(value: Any, others: tuple[Any, ...], key: str) -> Any:

@@ -104,18 +104,18 @@ def render_answers(template: ChatTemplate, chat: Conversation, answers: Sequence
     frames = {search.frame(number, place) for number, place in places.items()} - {None} if far else set()
     num_left = MOST_RENDERED
     for number in far:
-        found = search.answer_like(number, frames)
+        span = search.answer_like(number, frames)
         # An answer in another frame (a call of a tool) is rendered like the first ones, but at most MOST_RENDERED of
         # them.
-        if found is None:
+        if span is None:
             if not (num_left := num_left - 1):
                 raise ValueError(
                     f"it has {len(answers):,} answers, which the chat template {template.name} writes in many ways, "
                     "so that finding them takes too long; cut it into shorter conversations"
                 )
-            found = search.answer(number, search.beginnings([number])[0])
-            frames |= {search.frame(number, found)} - {None}
-        places[number] = found
+            span = search.answer(number, search.beginnings([number])[0])
+            frames |= {search.frame(number, span)} - {None}
+        places[number] = span
     return Rendered(search.text, search.controls, [places[number] for number in answers])
 
 
@@ -156,13 +156,13 @@ class _AnswerSearch:
         # The beginning up to the end of the last message is the whole text, which is rendered already.
         if numbers[-1] + 1 == len(messages):
             wanted.pop()
-        found: list[str | None] = [
+        texts: list[str | None] = [
             None if isinstance(text, ValueError) else without_generation_marks(text)
             for text in self.template.render_all(wanted, self.chat.tools)
         ]
-        if len(found) % 2:
-            found.append(self.text)
-        return [self._beginning(prompt, until) for prompt, until in zip(found[::2], found[1::2], strict=True)]
+        if len(texts) % 2:
+            texts.append(self.text)
+        return [self._beginning(prompt, until) for prompt, until in zip(texts[::2], texts[1::2], strict=True)]
 
     def _beginning(self, prompt: str | None, until: str | None) -> _Beginning:
         # The template may have written the prompt otherwise in the whole text: then it is no beginning, and says
@@ -313,13 +313,13 @@ def _contents_by_marks(chat: Conversation, text: str, rendered: str | ValueError
     # The template looks into contents: what it made of marked ones proves nothing about the text without marks.
     if plain != text:
         return {}
-    found = {}
+    spans = {}
     for order, number in enumerate(_answers_with_content(chat)):
         begins, ends = places.get(2 * order, []), places.get(2 * order + 1, [])
         # Once each, and around the content as the data have it: else the template has cut or repeated the content.
         if len(begins) == len(ends) == 1 and text[begins[0] : ends[0]] == chat.messages[number]["content"].strip():
-            found[number] = TextSpan(begins[0], ends[0])
-    return found
+            spans[number] = TextSpan(begins[0], ends[0])
+    return spans
 
 
 def _without_marks(text: str) -> tuple[str, dict[int, list[int]]]:
@@ -333,11 +333,11 @@ def _without_marks(text: str) -> tuple[str, dict[int, list[int]]]:
 
 def _generated(text: str) -> list[TextSpan]:
     """Places of {% generation %} blocks in the text without their marks."""
-    found, start = [], 0
+    spans, start = [], 0
     for order, match in enumerate(_BLOCK_MARK.finditer(text)):
         place = match.start() - order
         if match[0] == GENERATION_MARKS[0]:
             start = place
         else:
-            found.append(TextSpan(start, place))
-    return found
+            spans.append(TextSpan(start, place))
+    return spans

@@ -140,15 +140,15 @@ def _marked(runs: Sequence[Run]) -> str:
 
 def _shown(files: Sequence[ChatFile], tokenizer: Tokenizer, controls: ControlEncoder) -> list[ShownSample]:
     """Samples from the beginning of the shuffled order, from each file in turn."""
-    found = []
+    samples = []
     for number in range(max(NUM_SHOWN, len(files)) if len(files) > 1 else min(NUM_SHOWN, files[0].num_samples)):
         file = files[number % len(files)]
         place = file.take(number // len(files))
         for title, text in zip(_titles(file, place), file.texts(place), strict=True):
             # No token comes before the first one, which could predict it.
             runs = runs_of(text.tokens.tolist(), [False, *text.mask.tolist()[1:]], tokenizer, controls)
-            found.append(ShownSample(file.path.name + title, runs))
-    return found
+            samples.append(ShownSample(file.path.name + title, runs))
+    return samples
 
 
 def _titles(file: ChatFile, place: int) -> list[str]:
@@ -167,7 +167,7 @@ def runs_of(ids: Sequence[int], mask: Sequence[bool], tokenizer: Tokenizer, cont
     the tokens before it.
     """
     names = {number: name for name, number in controls.names.items()}
-    found: list[Run] = []
+    runs: list[Run] = []
     plain: list[int] = []  # the last tokens before the run, without control tokens
     groups = groupby(range(len(ids)), key=lambda place: (bool(mask[place]), names.get(ids[place])))
     for (is_trained, name), members in groups:
@@ -178,8 +178,8 @@ def runs_of(ids: Sequence[int], mask: Sequence[bool], tokenizer: Tokenizer, cont
             run = [ids[place] for place in places]
             text = tokenizer.decode([*plain, *run])[len(tokenizer.decode(plain)) :]
             plain = [*plain, *run][-TOKENS_BEFORE:]
-        if found and found[-1].is_trained == is_trained:
-            found[-1] = Run(found[-1].text + text, is_trained)
+        if runs and runs[-1].is_trained == is_trained:
+            runs[-1] = Run(runs[-1].text + text, is_trained)
         else:
-            found.append(Run(text, is_trained))
-    return found
+            runs.append(Run(text, is_trained))
+    return runs

@@ -51,10 +51,10 @@ def conversation_of(messages: Any, tools: Any = None, *, roles: str = "messages"
         raise ValueError(f"{roles} must be a list of messages that is not empty")
     checked = [checked_message(number, message) for number, message in enumerate(messages, 1)]
     counts = [_counts(number, message) for number, message in enumerate(messages, 1)]
-    found = Conversation(tuple(checked), tuple(counts), tuple(_tools(tools)))
-    if not found.answers:
+    conversation = Conversation(tuple(checked), tuple(counts), tuple(_tools(tools)))
+    if not conversation.answers:
         raise ValueError("no message is the assistant's, so there is nothing to learn")
-    return found
+    return conversation
 
 
 def checked_message(number: int, message: Any) -> Message:

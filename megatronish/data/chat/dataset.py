@@ -203,10 +203,10 @@ class ChatDataset:
 
     def _pairs(self, chats: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Labels of the pairs of a row, and their log-probabilities by a reference, where these are stored."""
-        found = {"pair_labels": np.array([self.files[file].label(place) for file, place in chats])}
+        fields = {"pair_labels": np.array([self.files[file].label(place) for file, place in chats])}
         references = [self.files[file].reference(place) for file, place in chats]
         kept = [each for each in references if each is not None]
-        return {**found, "pair_reference": np.stack(kept)} if kept else found
+        return {**fields, "pair_reference": np.stack(kept)} if kept else fields
 
     def epoch(self, number: int) -> ChatEpoch:
         """Plan of an epoch; the plans before it are made first, because they say where its rows begin."""

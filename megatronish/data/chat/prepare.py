@@ -101,9 +101,11 @@ def prompted(prompt: Any, completion: Any, tools: Any = None) -> Conversation | 
         return PlainText(prompt, completion)
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise ValueError("prompt and completion must both be texts, or both be lists of messages")
-    found = conversation_of([*prompt, *completion], tools, roles="prompt and completion")
-    asked = {number for number in found.answers if number < len(prompt)}
-    return replace(found, counts=tuple(counts and number not in asked for number, counts in enumerate(found.counts)))
+    conversation = conversation_of([*prompt, *completion], tools, roles="prompt and completion")
+    asked = {number for number in conversation.answers if number < len(prompt)}
+    return replace(
+        conversation, counts=tuple(counts and number not in asked for number, counts in enumerate(conversation.counts))
+    )
 
 
 def _pairs(record: Record) -> CompletionPair:
@@ -177,8 +179,8 @@ def read_record(line: bytes, *, format_name: str) -> tuple[str, ChatRecord]:
     record = json_value(line.decode("utf-8-sig"))
     if not isinstance(record, dict):
         raise ValueError(f"a line must be a JSON object, not {type(record).__name__}")
-    found = format_of(record) if format_name == "auto" else format_name
-    return found, FORMATS[found](record)
+    chat_format = format_of(record) if format_name == "auto" else format_name
+    return chat_format, FORMATS[chat_format](record)
 
 
 logger = logging.getLogger(__name__)
@@ -351,10 +353,12 @@ def _records(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[tup
                 continue
             counts.records += 1
             try:
-                found, record = read_record(text, format_name=config.chat_format)
-                counts.chat_format = counts.chat_format or found
-                if found != counts.chat_format:
-                    raise ValueError(f"it is of the format {found}, and the lines before it of {counts.chat_format}")
+                chat_format, record = read_record(text, format_name=config.chat_format)
+                counts.chat_format = counts.chat_format or chat_format
+                if chat_format != counts.chat_format:
+                    raise ValueError(
+                        f"it is of the format {chat_format}, and the lines before it of {counts.chat_format}"
+                    )
             except (ValueError, RecursionError) as error:
                 yield f"{path}:{number}", ValueError(_sentence(error))
                 continue

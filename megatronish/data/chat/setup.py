@@ -69,12 +69,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = foreign.read_json(path)
+        content = foreign.read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); correct or remove it") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path} is no JSON object; correct or remove it")
-    return found
+    return content
 
 
 class SideLimits(NamedTuple):
@@ -173,13 +173,13 @@ class ChatSetup:
 
     def template(self) -> ChatTemplate:
         """The chosen template, or the model's own; UserError if there is none."""
-        found = self._named_source()
-        if found is None:
+        named_source = self._named_source()
+        if named_source is None:
             raise UserError(
                 f"the tokenizer{f' in {self.folder}' if self.folder else ''} has no chat template; name one with "
                 f"--chat-template: {', '.join(BUILT_IN)}, or a .jinja file"
             )
-        name, source = found
+        name, source = named_source
         return ChatTemplate(
             source,
             name=name,

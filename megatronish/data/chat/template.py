@@ -99,9 +99,9 @@ class ChatTemplate:
     def shield(self, value: Any) -> Any:
         """A copy of messages or tools in which no text spells a control token. ValueError for a reserved character."""
         if isinstance(value, str):
-            if (found := RESERVED.search(value)) is not None:
+            if (reserved := RESERVED.search(value)) is not None:
                 raise ValueError(
-                    f"a text has the private character U+{ord(found[0]):X}, which marks places here; remove it"
+                    f"a text has the private character U+{ord(reserved[0]):X}, which marks places here; remove it"
                 )
             return self._controls.sub(lambda match: match[0].translate(self._shield), value)
         if isinstance(value, list | tuple):
@@ -126,10 +126,10 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = False
     ) -> str:
         """The same with GENERATION_MARKS around what {% generation %} blocks write."""
-        (found,) = self.render_all([Rendering(messages, generation_prompt)], tools)
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        (rendered,) = self.render_all([Rendering(messages, generation_prompt)], tools)
+        if isinstance(rendered, ValueError):
+            raise rendered
+        return rendered
 
     def render_all(self, renderings: Sequence[Rendering], tools: Sequence[Any]) -> list[str | ValueError]:
         """Each text with its GENERATION_MARKS, or why there is none. UserError where the template has no bounds."""
@@ -144,13 +144,14 @@ class ChatTemplate:
             for each in renderings
         ]
         try:
-            found = self._write(values)
+            outcomes = self._write(values)
         except ContainedError as error:
             raise self._unbounded(str(error)) from error
-        for each, (text, _) in zip(renderings, found, strict=True):
+        for each, (text, _) in zip(renderings, outcomes, strict=True):
             self._refuse_long(text or "", each.messages, tools)
         return [
-            ValueError(f"the chat template {self.name} {shown(why)}") if text is None else text for text, why in found
+            ValueError(f"the chat template {self.name} {shown(why)}") if text is None else text
+            for text, why in outcomes
         ]
 
     def _refuse_long(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> None:

@@ -130,14 +130,14 @@ class StateTraffic(StepTraffic):
     @cached_property
     def parameters(self) -> list[StageParameter]:
         """All parameters of the stage."""
-        found = stage_parameters(self.config, self.load, vocab_size=self.vocab_size)
-        return [parameter for parameter in found if self.only in (None, parameter.domain)]
+        parameters = stage_parameters(self.config, self.load, vocab_size=self.vocab_size)
+        return [parameter for parameter in parameters if self.only in (None, parameter.domain)]
 
     @cached_property
     def data_ranks(self) -> dict[str, DataRanks]:
         """Data ranks of each domain that the mesh has."""
-        found = data_ranks(self.config)
-        return found if self.only is None else {self.only: found[self.only]}
+        ranks_by_domain = data_ranks(self.config)
+        return ranks_by_domain if self.only is None else {self.only: ranks_by_domain[self.only]}
 
     @property
     def reduced_width(self) -> int:

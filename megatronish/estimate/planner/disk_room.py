@@ -70,8 +70,8 @@ def refuse_offload_folder(config: Config) -> None:
     copies = int(config.checkpoint.async_save) + (config.checkpoint.save_replicated_interval is not None)
     needs *= 1 + copies
     also = " with their copies for saves in the background" if copies else ""
-    found = os.statvfs(folder)
-    has = found.f_bavail * found.f_frsize
+    file_system = os.statvfs(folder)
+    has = file_system.f_bavail * file_system.f_frsize
     if needs > has:
         raise UserError(
             f"{said} has {format_bytes(has)} free, and the {ranks} rank{'s' if ranks > 1 else ''} of this machine "

@@ -84,7 +84,7 @@ class Search:
 
     def run(self) -> SearchResult:
         """Try every legal layout."""
-        legal, found = 0, []
+        legal, fitting_layouts = 0, []
         smallest: tuple[int, Candidate] | None = None
         for mesh in self.meshes():
             for candidate, zeros in self.families(mesh):
@@ -100,13 +100,13 @@ class Search:
                 if sizes[least] > self.limit:
                     continue
                 ends = self.clock.worse_ends(candidate, stages, zeros)
-                found += [
+                fitting_layouts += [
                     Found(seconds, nbytes, candidate._replace(zero=zero))
                     for zero, nbytes, seconds in zip(zeros, sizes, ends, strict=True)
                     if nbytes <= self.limit
                 ]
-        found.sort()
-        return SearchResult(legal, found, smallest)
+        fitting_layouts.sort()
+        return SearchResult(legal, fitting_layouts, smallest)
 
     def nbytes(self, candidate: Candidate) -> int:
         """Bytes on a device of the stage that needs most."""

@@ -123,12 +123,12 @@ class Forecast(Hook):
 
 def traffic_of(record: RankRecord) -> Counter[TrafficKey]:
     """Bytes that a record has counted, as `expected_traffic` counts: of each call those of its largest tensor."""
-    found = Counter[TrafficKey]()
+    traffic = Counter[TrafficKey]()
     for line in record.lines:
         if len(line.ranks) == 1 or line.name == "checkpoint":  # which a thread in the background uses
             continue
         for operation, size in line.sent.items():
             whole = size * len(line.ranks) if operation == "all_gather" else size
             for name in COLLECTIVES[operation]:
-                found[TrafficKey(line.name, name)] += whole
-    return found
+                traffic[TrafficKey(line.name, name)] += whole
+    return traffic

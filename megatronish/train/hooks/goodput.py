@@ -66,12 +66,12 @@ class Ledger:
     def read(cls, path: Path) -> "Ledger":
         """The ledger of the starts before; a new one where there is none that can be read."""
         try:
-            found = cls(**json.loads(ordinary(path).read_text()))
-            numbers = [*found.seconds.values(), *found.recoveries, found.seen, found.seconds_to_first_step or 0.0]
+            ledger = cls(**json.loads(ordinary(path).read_text()))
+            numbers = [*ledger.seconds.values(), *ledger.recoveries, ledger.seen, ledger.seconds_to_first_step or 0.0]
             is_sound = all(type(each) in (int, float) and abs(each) < MOST_SECONDS for each in numbers)
-            is_sound &= all(name.isascii() for name in found.seconds)
-            is_sound &= all(type(each) is int and each >= 0 for each in found.counts.values())
-            return found if is_sound else cls()
+            is_sound &= all(name.isascii() for name in ledger.seconds)
+            is_sound &= all(type(each) is int and each >= 0 for each in ledger.counts.values())
+            return ledger if is_sound else cls()
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return cls()
 

@@ -77,10 +77,10 @@ class CheckReplicas(Hook):
         step = trainer.progress.step
         if self._aside.is_off:
             return
-        found = differences(trainer.engine, self._aside)
-        if found:
-            more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-            told = "; ".join(found[:NAMED]) + more
+        mismatches = differences(trainer.engine, self._aside)
+        if mismatches:
+            more = f" and {len(mismatches) - NAMED} more" if len(mismatches) > NAMED else ""
+            told = "; ".join(mismatches[:NAMED]) + more
             raise WholeRunError(
                 f"ranks that should hold the same parameters do not after step {step}: {told}. They were the same "
                 f"after step {self._sound_step}. Nothing was saved; start again from the newest checkpoint, and if the "
