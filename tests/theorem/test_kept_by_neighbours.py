@@ -12,12 +12,12 @@ import pytest
 import torch
 from comparison import assert_same_training, run_layout, serial, with_margin
 from expert_cases import EXPERTS
-from pairwise import Chosen, covered_pairs, possible_pairs
+from pairwise import Chosen, covered_pairs, one_of_each, possible_pairs
 from problem import Problem, Spread
 from ranks import run_ranks
 from sweeps import some_of
 from theorem import Record, train
-from theorem_cases import ADAPTERS, adapted_problem_of, choices, deal, name_of, problem_of, spread_of
+from theorem_cases import ADAPTERS, adapted_problem_of, choices, cost_of, deal, name_of, problem_of, spread_of
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from megatronish.config.sections.model import ModelConfig
@@ -100,7 +100,13 @@ def assert_equal_bits(ranks: list[Record], others: list[Record]) -> None:
                     assert torch.equal(held.values, expected.values), f"{kind} of {name}"
 
 
-@pytest.mark.parametrize(("layout", "chosen"), list(zip(LAYOUTS, DEALT, strict=True)), ids=map(name_of, LAYOUTS, DEALT))
+CASES = list(zip(LAYOUTS, DEALT, strict=True))
+MET = [{feature: chosen[feature] for feature in MEETING} for chosen in DEALT]
+FEW = [CASES[number] for number in one_of_each(MET, [cost_of(*case) for case in CASES])]
+"""Cheap cases with every value of the features that meet; `pytest --all-layouts` takes all."""
+
+
+@pytest.mark.parametrize(("layout", "chosen"), some_of(CASES, FEW), ids=map(name_of, LAYOUTS, DEALT))
 def test_a_layout_computes_the_same_bits(layout: Layout, chosen: Chosen) -> None:
     problem, spread = case_of(layout, chosen)
     kept = replace(spread, secondary=neighbours_of(spread, chosen))
