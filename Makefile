@@ -37,7 +37,7 @@ quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, on
 finetune: demo/python_text_document.idx ## LoRA on questions and answers, on 4 local ranks: data, audit, answers before and after, exports
 	$(RUN) examples/finetune.py $(FINETUNE_FLAGS)
 
-test: $(READY) ## the test suite, a quarter of an hour on two cores (WORKERS=8 on more)
+test: $(READY) ## the test suite, a quarter to three quarters of an hour on two cores (WORKERS=8 on more)
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test-fast: $(READY) ## quick tests that start no process: no ranks, no launcher, no compiler; under a minute
