@@ -12,6 +12,7 @@ from megatronish.commands.exit_status import exit_status_of_ranks, is_main
 from megatronish.config.config import Config
 from megatronish.config.settings import read_command_line
 from megatronish.config.shipped import fields_given
+from megatronish.core.errors import signal_name
 from megatronish.launch.imports import importing
 from megatronish.launch.place import Place, place_from_environment, refuse_too_many
 
@@ -105,8 +106,8 @@ def _ending_of(status: int, sentence: str) -> str:
         lines = sentence.splitlines()
         return f"failed: {lines[0].replace(TRACEBACK, lines[-1])[:200]}"
     number = status - 128
-    is_signal = number in set(map(int, signal.Signals))
-    return f"ended by {signal.Signals(number).name}" if is_signal else f"failed: status {status}"
+    is_signal = number in signal.valid_signals()
+    return f"ended by {signal_name(number)}" if is_signal else f"failed: status {status}"
 
 
 def _time_of(path: Path) -> float:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from megatronish.core.errors import RunError, shown
+from megatronish.core.errors import RunError, shown, signal_name
 
 HEADER = struct.Struct("<cQ")
 PATIENCE = 300.0
@@ -159,7 +159,7 @@ class Contained:
         if status is None or status == -signal.SIGPROF:
             return f"takes more than {self._bounds.seconds:g} s"
         if status < 0:
-            return f"ends the process that uses it with {signal.Signals(-status).name}"
+            return f"ends the process that uses it with {signal_name(-status)}"
         return f"ends the process that uses it with status {status}"
 
 

@@ -6,6 +6,7 @@ server that it is for, shows *** there: every error, every line of a rank, every
 
 import errno
 import re
+import signal
 from typing import Any, TextIO
 
 STARS = "***"
@@ -116,3 +117,11 @@ class RunError(RuntimeError):
 
 class WholeRunError(RunError):
     """RunError about the run as a whole, which all of its ranks raise: the sentence itself names those at fault."""
+
+
+def signal_name(number: int) -> str:
+    """Name of a signal, SIGKILL; of most real-time signals, which have none, the number: signal 40."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from io import FileIO
 from types import FrameType
 
+from megatronish.core.errors import signal_name
 from megatronish.launch.ancestors import end_with_parent
 
 LOOK_SECONDS = 0.05  # between two looks at the ranks
@@ -109,7 +110,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Asked, first_rank: in
     code = ranks[number].returncode
     # After an end from outside, how the ranks end is no reason for anything.
     if kill_at == float("inf"):
-        how = f"has ended with status {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        how = f"has ended with status {code}" if code > 0 else f"was ended by {signal_name(-code)}"
         print(f"rank {first_rank + number} {how}", file=sys.stderr, flush=True)
     # 2. What the others say of it, and their end.
     for seconds, signum in ((PEER_SECONDS, signal.SIGTERM), (LEAVE_SECONDS, signal.SIGKILL)):

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatronish.core.errors import UserError
+from megatronish.core.errors import UserError, signal_name
 from megatronish.launch.ancestors import end_with_agent, end_with_parent
 from megatronish.launch.cleanup import meeting_folder
 from megatronish.launch.guard import LOOK_SECONDS, Guard, report_of
@@ -430,7 +430,7 @@ def _tell(failed: Sequence[LocalRank], received: Sequence[int]) -> tuple[int, st
     if ending is None and culprit.late:
         message = culprit.late
     elif ending is None and code < 0:
-        message = f"killed by {signal.Signals(-code).name}{REASONS.get(-code, '')}"
+        message = f"killed by {signal_name(-code)}{REASONS.get(-code, '')}"
     elif ending is None and code == 0:
         message = "it ended with status 0 before the run had finished"
     elif ending is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import BinaryIO, NamedTuple, TextIO
 
-from megatronish.core.errors import UserError
+from megatronish.core.errors import UserError, signal_name
 from megatronish.launch.host import FORWARDED, LEAVE_SECONDS, LOOK_SECONDS, LOST, PEER_SECONDS, HostPlan
 from megatronish.launch.hostfile import Host
 
@@ -224,9 +224,9 @@ def _how(code: int) -> str:
     if code == NOT_FOUND:
         return f"has no {sys.executable}: the same Python must be there, at the same path (status 127)"
     if code < 0:
-        return f"was lost: its process here was ended by {signal.Signals(-code).name}"
-    if code > 128 and code - 128 in set(signal.Signals):
-        return f"has failed: a rank was ended by {signal.Signals(code - 128).name}"
+        return f"was lost: its process here was ended by {signal_name(-code)}"
+    if code > 128 and code - 128 in signal.valid_signals():
+        return f"has failed: a rank was ended by {signal_name(code - 128)}"
     return f"has failed with status {code}"
 
 

@@ -15,6 +15,7 @@ from launchers import (
     linger,
     rank_one_exits,
     rank_one_is_killed,
+    rank_one_gets_a_signal_without_a_name,
     rank_one_meets_a_bus_error,
     rank_zero_is_stopped_at_its_end,
     rank_zero_returns_three,
@@ -118,6 +119,12 @@ def test_a_rank_that_is_killed_is_the_culprit_and_not_its_victims(start: Starter
     launcher = start(4, rank_one_is_killed)
     assert launcher.wait() == 1
     assert launcher.errors == "rank 1 failed: killed by SIGKILL (by hand, or because memory ran out)\n"
+
+
+def test_a_real_time_signal_has_its_number_for_a_name(start: Starter) -> None:
+    launcher = start(2, rank_one_gets_a_signal_without_a_name)
+    assert launcher.wait() == 1
+    assert launcher.errors == "rank 1 failed: killed by signal 50\n"
 
 
 def test_a_rank_that_read_beyond_a_file_is_told_with_the_probable_cause(start: Starter) -> None:

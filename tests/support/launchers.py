@@ -44,9 +44,18 @@ def last_rank_raises(place: Place) -> int:
 
 
 def rank_one_is_killed(place: Place) -> int:
+    return _killed(place, signal.SIGKILL)
+
+
+def rank_one_gets_a_signal_without_a_name(place: Place) -> int:
+    """A real-time signal."""
+    return _killed(place, 50)
+
+
+def _killed(place: Place, signum: int) -> int:
     join(place)
     if place.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signum)
     dist.barrier()
     return 0
 
