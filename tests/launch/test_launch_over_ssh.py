@@ -142,7 +142,6 @@ def test_a_host_that_dies_ends_the_run_with_its_sentence(hosts: Hosts, tmp_path:
     assert _gone(hosts)
 
 
-@pytest.mark.sweep
 def test_a_rank_that_fails_is_the_reason_and_those_that_are_ended_are_not(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(
         "import os, sys, time\ntime.sleep(0.5 if os.environ['RANK'] == '3' else 300)\nsys.exit('no more')\n"
@@ -184,7 +183,6 @@ def test_a_rank_that_is_killed_is_the_reason_on_whichever_host(hosts: Hosts, tmp
     assert _gone(hosts)
 
 
-@pytest.mark.sweep
 def test_sigterm_saves_on_all_hosts_and_the_next_start_goes_on(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.started("", "pretrain", *tiny(tmp_path / "run", f"--tp 2 {SLOW}")) as process:
         wait_until(lambda: len(_steps(tmp_path / "run")) > 2, timeout=2 * SECONDS)

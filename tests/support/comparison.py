@@ -1,6 +1,7 @@
 """Comparison of what the ranks of a layout saw with what one process saw."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -78,12 +79,12 @@ def assert_equal_to_serial(problem: Problem, spread: Spread, *, is_checked: bool
     a mistake is there with each of them.
     """
     problem = with_margin(problem)
-    reference = serial(problem)
-    assert min(reference.grad_norms) > problem.clip
-    records = run_layout(problem, spread, is_checked=is_checked)
+    records, reference = run_layout(problem, spread, is_checked=is_checked), serial(problem)
     if aspects_that_differ(records, reference) == {"gradients"} and off_by_cancellation(records, problem):
+        warnings.warn(f"seed {problem.seed} has a gradient that nearly cancels, the next one decides", stacklevel=2)
         problem = with_margin(replace(problem, seed=problem.seed + 1))
         records, reference = run_layout(problem, spread, is_checked=is_checked), serial(problem)
+    assert min(reference.grad_norms) > problem.clip
     assert_same_training(records, reference)
 
 

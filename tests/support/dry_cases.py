@@ -387,8 +387,7 @@ SINGLE = [
 """What a pairwise deal has no room for."""
 FURTHER = {
     "a window by SDPA": "a window by SDPA over cp",
-    "documents by SDPA": "a window by SDPA over cp",
-    "documents by SDPA, recomputed": "a window by SDPA over cp",
+    "documents by SDPA, recomputed": "documents by SDPA",
     "ALiBi by SDPA": "ALiBi",
     "a window": "a window with dropout",
     "unfused attention": "unfused attention with dropout",
@@ -396,7 +395,6 @@ FURTHER = {
     "T5": "T5 with dropout, in stages",
     "4 bits": "4 bits under ZeRO-3",
     "8 bits": "4 bits under ZeRO-3",
-    "capacity": "experts offloaded",
     "expert bias": "experts offloaded",
     "global balance": "experts offloaded",
     "ZeRO-2 without overlap, recomputed": "ZeRO-2 without overlap",
@@ -404,9 +402,6 @@ FURTHER = {
     "ZeRO-3 of few layers with experts": "ZeRO-3 with rows to pad",
     "ZeRO-3 of a middle stage": "ZeRO-3 in chunks",
     "a large embedding in fp32": "a large tied table in fp32",
-    "weights of layers as codes": "weights as codes",
-    "gradients of layers as codes": "gradients as codes",
-    "gradients of a backward as codes": "gradients as codes",
     "islands": "islands offloaded",
     "parameters on the host": "parameters on the host, with copies",
 }

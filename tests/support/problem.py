@@ -52,8 +52,6 @@ class Problem:
     seed: int = SEED
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """With adapters they alone learn."""
-    sgd_steps: int = SGD_STEPS
-    """One where the second, with its momentum, is only that of the dense model again."""
     weight_block: int | None = None
     """Elements of the blocks of codes that it computes with (qwZ)."""
 

@@ -12,7 +12,7 @@ import torch
 from adapted import draw_adapters
 from clamps import watched_clamps
 from engines import evaluated
-from problem import CYCLE, DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD, VOCABULARY, Problem, Spread
+from problem import CYCLE, DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD, SGD_STEPS, VOCABULARY, Problem, Spread
 from torch import Tensor
 
 from megatronish.config.config import Config
@@ -165,7 +165,7 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
     routing.watch(sgd, first_step=0)
     initial = parts(sgd, masters_of(sgd))
     results = []
-    for step in range(problem.sgd_steps):
+    for step in range(SGD_STEPS):
         rates = {"learning_rate": 0.1, "decoupled_learning_rate": 0.2 if problem.decoupled else None}
         routing.begin(step)
         results.append(sgd.step(batches(step), num_steps_done=step, weight_decay=0.1, momentum=CYCLE[step], **rates))
@@ -173,7 +173,7 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
             gradients = parts(sgd, sgd.data_parallel.gradients)
     config = replace(OPTIMIZERS[problem.optimizer], **DECOUPLED if problem.decoupled else {})
     engine = build(mesh, problem, spread, config)
-    routing.watch(engine, first_step=problem.sgd_steps)
+    routing.watch(engine, first_step=SGD_STEPS)
     assert config.lr is not None
     rates = {"learning_rate": config.lr, "decoupled_learning_rate": config.decoupled_lr}
     for step in range(NUM_STEPS):

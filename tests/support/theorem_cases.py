@@ -182,7 +182,7 @@ def adapted_problem_of(layout: Layout, chosen: Chosen) -> Problem:
     if adapter.quantize_base is not None:
         std = 0.05 if model.has_encoder else 0.1  # a T5 does not scale its scores: larger ones choose one key alone
         model = replace(model, hidden_size=64, kv_channels=64, ffn_hidden_size=64 * layout.tp, init_method_std=std)
-    return replace(problem, model=model, adapter=adapter, sgd_steps=1)
+    return replace(problem, model=model, adapter=adapter)
 
 
 def offload_of(zero: int, asked: str) -> str:
@@ -225,20 +225,26 @@ def cost_of(layout: Layout, chosen: Chosen) -> float:
     return layout.world_size * (5.0 + layers * AGAIN[chosen["recompute"]] * (1.3 if chosen["zero"] == 3 else 1.0))
 
 
-COSTLY = ("num_microbatches", "recompute", "schedule", "split", "zero")
-"""Features that say what a case takes."""
+COSTLY = ("num_microbatches", "recompute", "split")
+"""Features that say what a case takes, and take nothing from what another one means, as schedule and ZeRO do."""
 
 
 def deal(
     layouts: Sequence[Layout], cases: Sequence[Choices], *, seed: int, wanted: Set[Pair] | None = None
 ) -> list[Chosen]:
-    """One way to fill the case of each layout; together they cover `wanted`, and none takes more than that needs."""
+    """One way to fill the case of each layout; together they cover `wanted`.
+
+    Of the features that are wanted with others, none takes more than that needs.
+    """
     wanted = possible_pairs(cases) if wanted is None else wanted
+    in_pairs = {name for pair in wanted for name, _ in pair}
 
     def cost(number: int, chosen: Chosen) -> float:
         return cost_of(layouts[number], chosen)
 
-    return cheapened(cases, pairwise(cases, seed=seed, wanted=wanted), cost=cost, features=COSTLY, wanted=wanted)
+    filled = pairwise(cases, seed=seed, wanted=wanted)
+    features = [name for name in COSTLY if name in in_pairs]
+    return cheapened(cases, filled, cost=cost, features=features, wanted=wanted)
 
 
 def fewest_adapted(dealt: Sequence[Chosen]) -> dict[int, str]:

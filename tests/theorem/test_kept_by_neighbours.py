@@ -76,7 +76,7 @@ def case_of(layout: Layout, chosen: Chosen) -> tuple[Problem, Spread]:
     """What is trained, and how it is spread without neighbours that keep anything."""
     adapted = chosen | {"adapter": chosen["trained"]}
     problem = problem_of(layout, chosen) if chosen["trained"] == "model" else adapted_problem_of(layout, adapted)
-    return replace(problem, bf16=chosen["bf16"], sgd_steps=1), spread_of(layout, chosen)
+    return replace(problem, bf16=chosen["bf16"]), spread_of(layout, chosen)
 
 
 def neighbours_of(spread: Spread, chosen: Chosen) -> int:
@@ -101,7 +101,14 @@ def assert_equal_bits(ranks: list[Record], others: list[Record]) -> None:
 
 
 CASES = list(zip(LAYOUTS, DEALT, strict=True))
-MET = [{feature: chosen[feature] for feature in MEETING} for chosen in DEALT]
+SPREADS = [case_of(*case)[1] for case in CASES]
+MET = [
+    {feature: chosen[feature] for feature in ("recompute", "schedule", "trained", "bf16")}
+    | {"offload": each.offload, "on_disk": each.on_disk, "copies": each.copies}
+    | {"neighbours": neighbours_of(each, chosen), "has_many": chosen["num_microbatches"] > 1}
+    for each, chosen in zip(SPREADS, DEALT, strict=True)
+]
+"""What the cases have in effect."""
 FEW = [CASES[number] for number in one_of_each(MET, [cost_of(*case) for case in CASES])]
 """Cheap cases with every value of the features that meet; `pytest --all-layouts` takes all."""
 
@@ -147,7 +154,7 @@ def test_a_layout_with_experts_computes_the_same_bits(spread: Spread, secondary:
         moe_shared_expert_intermediate_size=8,
         **EXPERTS["sigmoid"],
     )
-    problem = Problem(model, seq_length=16, global_batch_size=2 * spread.layout.dp, sgd_steps=1)
+    problem = Problem(model, seq_length=16, global_batch_size=2 * spread.layout.dp)
     ranks = run_layout(problem, replace(spread, secondary=secondary))
     assert_equal_bits(ranks, run_layout(problem, spread))
 

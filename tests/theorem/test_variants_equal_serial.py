@@ -112,7 +112,7 @@ def ids(cases: list[tuple[str, Layout, Chosen]]) -> list[str]:
 @pytest.mark.parametrize(("variant", "layout", "given"), CASES, ids=ids(CASES))
 def test_a_layout_trains_the_same_variant_as_one_process(variant: str, layout: Layout, given: Chosen) -> None:
     chosen = case_of(variant, layout, given)
-    problem = replace(problem_of(layout, chosen), sgd_steps=1)
+    problem = problem_of(layout, chosen)
     problem = replace(problem, model=replace(problem.model, **VARIANTS[variant][1]))
     assert_equal_to_serial(problem, spread_of(layout, chosen))
 

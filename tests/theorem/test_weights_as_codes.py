@@ -78,7 +78,7 @@ def with_blocks(problem: Problem) -> Problem:
     if model.num_experts is not None:
         shared = None if model.moe_shared_expert_intermediate_size is None else width
         model = replace(model, moe_ffn_hidden_size=width, moe_shared_expert_intermediate_size=shared)
-    return replace(problem, model=model, weight_block=BLOCK, sgd_steps=1)
+    return replace(problem, model=model, weight_block=BLOCK)
 
 
 def case_of(layout: Layout, chosen: Chosen) -> tuple[Problem, Spread]:
@@ -89,7 +89,14 @@ def case_of(layout: Layout, chosen: Chosen) -> tuple[Problem, Spread]:
 
 
 CASES = list(zip(LAYOUTS, DEALT, strict=True))
-MET = [{feature: chosen[feature] for feature in MEETING} for chosen in DEALT]
+SPREADS = [case_of(*case)[1] for case in CASES]
+MET = [
+    {"schedule": each.schedule, "zero": each.zero, "overlap": each.overlap, "offload": each.offload}
+    | {"on_disk": each.on_disk, "copies": each.copies, "kept": each.secondary is not None, "tied": chosen["tied"]}
+    | {"recompute": chosen["recompute"], "has_many": chosen["num_microbatches"] > 1}
+    for each, chosen in zip(SPREADS, DEALT, strict=True)
+]
+"""What the cases have in effect."""
 FEW = [CASES[number] for number in one_of_each(MET, [cost_of(*case) for case in CASES])]
 """Cheap cases with every value of the features that meet; `pytest --all-layouts` takes all."""
 

@@ -246,14 +246,14 @@ def test_a_run_whose_neighbours_keep_what_is_gathered_writes_the_same_run(tmp_pa
     """With evaluations, checks of replicas and saves in between; then it goes on in another layout, and in its own."""
     flags = "--zero-stage 3 --global-batch-size 8 --eval-interval 1 --eval-iters 1 --save-interval 2"
     flags += " --check-replicas-interval 1"
-    plain = f"{flags} --dp 2 --cp 2"
+    plain = f"{flags} --dp 4 --cp 2 --dp-replicate 2"
     kept = f"{plain} --zero-hpz-partition-size 2"
     for name, layout in (("kept", kept), ("plain", plain)):
-        train_on_ranks(tiny(tmp_path / name, f"{layout} --train-iters 2"), world_size=4)
+        train_on_ranks(tiny(tmp_path / name, f"{layout} --train-iters 2"), world_size=8)
     train_on_ranks(tiny(tmp_path / "kept", f"{flags} --dp 2 --train-iters 4"), world_size=2)
     train_on_ranks(tiny(tmp_path / "plain", f"{flags} --dp 2 --train-iters 4"), world_size=2)
-    train_on_ranks(tiny(tmp_path / "kept", f"{kept} --train-iters 6"), world_size=4)
-    train_on_ranks(tiny(tmp_path / "plain", f"{plain} --train-iters 6"), world_size=4)
+    train_on_ranks(tiny(tmp_path / "kept", f"{kept} --train-iters 6"), world_size=8)
+    train_on_ranks(tiny(tmp_path / "plain", f"{plain} --train-iters 6"), world_size=8)
     assert steps_of(tmp_path / "kept") == steps_of(tmp_path / "plain")
     assert list(steps_of(tmp_path / "kept")) == [1, 2, 3, 4, 5, 6]
     mine, other = (tmp_path / name / "checkpoints" / "step_00000006" for name in ("kept", "plain"))
