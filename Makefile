@@ -21,7 +21,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 TORCH = "$$(grep '^torch==' requirements.txt)"
 BENCH_READY = $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.megatronish-requirements,$(wildcard benchmarks/environments/*.txt))
 
-# Where it is set, each of the hundreds of processes that tests start would compile the package anew.
+# Where it is set, each of the hundreds of processes that tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## this list
