@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from problem import SGD
 from theorem import batches_of, build, sides_of
 from theorem_cases import choices, problem_of, spread_of
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,7 +27,7 @@ def test_flops_of_a_step_are_those_that_torch_counts() -> None:
     problem, spread = problem_of(Layout(), chosen), spread_of(Layout(), chosen)
     encoder, decoder = sides_of(problem.seq_length)
     model = replace(problem.model, encoder_seq_length=encoder, decoder_seq_length=decoder)
-    engine = build(Mesh.of(spread.parallel, Place()), replace(problem, model=model), spread, SGD)
+    engine = build(Mesh.of(spread.parallel, Place()), replace(problem, model=model), spread)
     batches = batches_of(problem, BatchShare(0, 1, spread.micro_batch_size), 0)
     with FlopCounterMode(display=False) as counter:
         engine.step(batches, num_steps_done=0, learning_rate=0.1, weight_decay=0.0)

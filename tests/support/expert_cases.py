@@ -102,11 +102,12 @@ def with_experts(model: ModelConfig, layout: Layout, kind: str) -> ModelConfig:
     """Two experts for each rank, or more where there are few, so that all layouts of a size can share them out."""
     ranks = ranks_of_stage(layout)
     number = 2 * ranks if ranks in (3, 5, 6, 7) else 8
-    options: dict[str, Any] = {"num_experts": number, "moe_router_topk": 2, "moe_ffn_hidden_size": model.hidden_size}
+    size = -(-model.hidden_size // layout.tp) * layout.tp  # which tp cuts
+    options: dict[str, Any] = {"num_experts": number, "moe_router_topk": 2, "moe_ffn_hidden_size": size}
     if kind == "sigmoid":
         options |= {
             "moe_router_num_groups": 2,
-            "moe_shared_expert_intermediate_size": model.hidden_size,
+            "moe_shared_expert_intermediate_size": size,
         }
     return replace(model, **options, **EXPERTS[kind])
 

@@ -1,7 +1,7 @@
 """A problem of the theorem, and how it is spread over ranks and over time."""
 
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatronish.config.sections.finetuning import AdapterConfig
@@ -15,24 +15,25 @@ SEED = 7
 VOCABULARY = 131  # of tokens; padded to 132, 136 or more, by tp
 EOD = 0
 NUM_STEPS = 2
-SGD_STEPS = 2
 CYCLE = (0.9, 0.8)
 """Momentum of each step, as one cycle changes it: of all optimizers."""
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 CLIP = 0.5  # below every gradient norm here, so that clipping acts
 CLIP_OF_ADAPTERS = 0.01
-# Large steps for matrices alone: Adam makes whole steps of noise in embeddings, which at 20 times this rate shows.
-# Damped is Adam that makes no whole steps of noise: where weights are codes, such a step reaches the next code.
+SGD_RATE = 0.1
+SGD = OptimizerConfig(optimizer="sgd", clip_grad=CLIP)
+# Damped, so that Adam makes no whole steps of the noise of gradients that are next to nothing.
+ADAM = OptimizerConfig(lr=1e-3, adam_eps=1e-4, clip_grad=CLIP)
+# Large steps for matrices alone: at 20 times this rate noise of embeddings, which Adam steps, shows.
 OPTIMIZERS = {
-    "adam": OptimizerConfig(lr=1e-3, clip_grad=CLIP),
-    "damped": OptimizerConfig(lr=1e-3, adam_eps=1e-4, clip_grad=CLIP),
-    "muon": OptimizerConfig(optimizer="muon", lr=1e-3, muon_nesterov=True, muon_extra_scale_factor=4.0, clip_grad=CLIP),
+    "sgd": SGD,
+    "adam": ADAM,
+    "muon": replace(ADAM, optimizer="muon", muon_nesterov=True, muon_extra_scale_factor=4.0),
 }
 
 DISK = tempfile.gettempdir()
 """Where tests keep what is offloaded to a disk. In memory it is slow to no purpose, and computes the same."""
 
-SGD = OptimizerConfig(optimizer="sgd", clip_grad=CLIP)
 DECOUPLED: dict[str, Any] = {"decoupled_lr": 3e-3, "apply_wd_to_qk_layernorm": True}
 
 

@@ -12,11 +12,10 @@ import torch
 from adapted import draw_adapters
 from clamps import watched_clamps
 from engines import evaluated
-from problem import CYCLE, DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD, SGD_STEPS, VOCABULARY, Problem, Spread
+from problem import CYCLE, DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD_RATE, VOCABULARY, Problem, Spread
 from torch import Tensor
 
 from megatronish.config.config import Config
-from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.hidden_spans import SpanRule, text_length
@@ -27,6 +26,7 @@ from megatronish.data.sentences import SPECIAL, pair
 from megatronish.data.spans import SpanCollator
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
+from megatronish.engine.results import StepResult
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel.mesh import Mesh
@@ -73,7 +73,8 @@ class Record(NamedTuple):
     initial_parts: Parts
     gradient_parts: Parts
     trained_parts: Parts
-    muon_parts: Parts
+    steady: set[str]
+    """Names of the trained parameters that are as near as gradients are (`is_steady`)."""
     routed: Routed
     clamps: list[float]
     """Distances of values from the limits of clamps (clamps.py), of one process."""
@@ -146,7 +147,7 @@ class Texts:
 
 
 def train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Choices] | None = None) -> Record:
-    """SGD steps from the initial values, then Adam or Muon steps from them again.
+    """Two steps of the problem's optimizer, and an evaluation.
 
     `replayed` are the choices of experts that every token is given; one process without them records its own.
     """
@@ -160,31 +161,17 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
     mesh = Mesh.of(spread.parallel, place, has_experts=problem.model.num_experts is not None)
     share = BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size)
     batches = partial(batches_of, problem, share)
-    routing = Routing(replayed, is_alone=place.world_size == 1)
-    sgd = build(mesh, problem, spread, replace(SGD, **DECOUPLED if problem.decoupled else {}))
-    routing.watch(sgd, first_step=0)
-    initial = parts(sgd, masters_of(sgd))
+    engine = build(mesh, problem, spread)
+    routing = Routing(engine, replayed, is_alone=place.world_size == 1)
+    initial = parts(engine, masters_of(engine))
     results = []
-    for step in range(SGD_STEPS):
-        rates = {"learning_rate": 0.1, "decoupled_learning_rate": 0.2 if problem.decoupled else None}
-        routing.begin(step)
-        results.append(sgd.step(batches(step), num_steps_done=step, weight_decay=0.1, momentum=CYCLE[step], **rates))
-        if step == 0:
-            gradients = parts(sgd, sgd.data_parallel.gradients)
-    config = replace(OPTIMIZERS[problem.optimizer], **DECOUPLED if problem.decoupled else {})
-    engine = build(mesh, problem, spread, config)
-    routing.watch(engine, first_step=SGD_STEPS)
-    assert config.lr is not None
-    rates = {"learning_rate": config.lr, "decoupled_learning_rate": config.decoupled_lr}
     for step in range(NUM_STEPS):
         routing.begin(step)
-        results.append(engine.step(batches(step), num_steps_done=step, weight_decay=0.1, momentum=CYCLE[step], **rates))
+        results.append(one_step(engine, problem, batches(step), step))
+        if step == 0:
+            gradients = parts(engine, engine.data_parallel.gradients)
     routing.begin(NUM_STEPS)
-    of_muon = {
-        name: held
-        for name, held in parts(engine, masters_of(engine)).items()
-        if problem.optimizer == "muon" and engine.stage.shardings[name].role == "matrix"
-    }
+    trained = parts(engine, masters_of(engine))
     return Record(
         metrics=[dict(result.metrics) for result in results],
         grad_norms=[result.grad_norm for result in results],
@@ -192,15 +179,39 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
         params_norm=params_norm(engine),
         initial_parts=initial,
         gradient_parts=gradients,
-        trained_parts=parts(sgd, masters_of(sgd)),
-        muon_parts=of_muon,
+        trained_parts=trained,
+        steady={name for name in trained if is_steady(engine, problem.optimizer, name)},
         routed=Routed(
             [result.expert_load.tokens for result in results if result.expert_load is not None],
-            states_of(sgd, "sgd") | states_of(engine, problem.optimizer),
+            states_of(engine),
             routing.choices,
         ),
         clamps=[],
     )
+
+
+def one_step(
+    engine: Engine, problem: Problem, batches: list[MicroBatch], step: int, *, is_last: bool = False
+) -> StepResult:
+    """A step of the problem's optimizer at its learning rates."""
+    rate = OPTIMIZERS[problem.optimizer].lr or SGD_RATE
+    return engine.step(
+        batches,
+        num_steps_done=step,
+        learning_rate=rate,
+        decoupled_learning_rate=2 * rate if problem.decoupled else None,
+        weight_decay=0.1,
+        momentum=CYCLE[step % len(CYCLE)],
+        is_last=is_last,
+    )
+
+
+def is_steady(engine: Engine, optimizer: str, name: str) -> bool:
+    """Whether steps of this parameter multiply no rounding noise.
+
+    Those of Adam do where a gradient is truly zero, as that of a key's bias: it makes whole steps of it.
+    """
+    return optimizer == "sgd" or engine.stage.shardings[name].role == "matrix"
 
 
 def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatch]:
@@ -234,7 +245,8 @@ def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatc
     )
 
 
-def build(mesh: Mesh, problem: Problem, spread: Spread, optimizer: OptimizerConfig) -> Engine:
+def build(mesh: Mesh, problem: Problem, spread: Spread) -> Engine:
+    optimizer = replace(OPTIMIZERS[problem.optimizer], **DECOUPLED if problem.decoupled else {})
     config = Config(
         model=problem.model,
         parallel=parallel_of(problem, spread),
@@ -287,31 +299,28 @@ def parts(engine: Engine, tensors: dict[str, Tensor]) -> Parts:
     return found
 
 
-def states_of(engine: Engine, run: str) -> dict[str, Tensor]:
+def states_of(engine: Engine) -> dict[str, Tensor]:
     """Copies of the state of this rank's routers."""
     return {
-        f"{run}/{layer}/{name}": value.clone()
+        f"{layer}/{name}": value.clone()
         for layer, router in engine.stage.model.routers().items()
         for name, value in router.state.items()
     }
 
 
 class Routing:
-    """Choices of the experts in a run of several engines, recorded or replayed by its steps from its start."""
+    """Choices of the experts in a run, recorded or replayed by its steps."""
 
-    def __init__(self, replayed: dict[str, Choices] | None, *, is_alone: bool) -> None:
-        self.replayed, self.is_watched = replayed or {}, is_alone or replayed is not None
-        self.choices: dict[str, Choices] = {}
-        self._recorder: RoutingRecorder | None = None
-        self._first_step = 0
+    def __init__(self, engine: Engine, replayed: dict[str, Choices] | None, *, is_alone: bool) -> None:
+        is_watched = is_alone or replayed is not None
+        self._recorder = RoutingRecorder(engine.stage.model, replayed or {}) if is_watched else None
 
-    def watch(self, engine: Engine, *, first_step: int) -> None:
-        """From now on it is this engine that routes."""
-        if self.is_watched:
-            self._recorder, self._first_step = RoutingRecorder(engine.stage.model, self.replayed), first_step
-            self._recorder.choices = self.choices
+    @property
+    def choices(self) -> dict[str, Choices]:
+        """What was recorded, by layer."""
+        return {} if self._recorder is None else self._recorder.choices
 
     def begin(self, step: int) -> None:
-        """This step of the engine begins."""
+        """This step begins."""
         if self._recorder is not None:
-            self._recorder.step = self._first_step + step
+            self._recorder.step = step

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comparison import serial, with_margin
 from expert_cases import EXPERTS
-from problem import SGD, Problem, Spread
+from problem import Problem, Spread
 from ranks import run_ranks
 from sweeps import some_of
 from theorem import Record, Samples, build, states_of, train
@@ -100,9 +100,9 @@ def test_recomputation_changes_no_bit(options: str, spread: str, methods: Sequen
 
 def states_by_event(place: Place, spread: Spread) -> dict[str, dict[str, torch.Tensor]]:
     """States of routers at the start, and after an evaluation, a step that overflows in fp16, and one that does not."""
-    problem = replace(problem_of(BIASED), fp16=True)
+    problem = replace(problem_of(BIASED), fp16=True, optimizer="sgd")
     mesh = Mesh.of(spread.parallel, place, has_experts=True)
-    engine = build(mesh, problem, spread, SGD)
+    engine = build(mesh, problem, spread)
     batches = micro_batches(
         Samples(problem.seq_length),
         consumed_samples=0,
@@ -110,9 +110,9 @@ def states_by_event(place: Place, spread: Spread) -> dict[str, dict[str, torch.T
         share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
         collate=Collator(0),
     )
-    seen = {"start": states_of(engine, "")}
+    seen = {"start": states_of(engine)}
     engine.evaluate(batches)
-    seen["evaluation"] = states_of(engine, "")
+    seen["evaluation"] = states_of(engine)
     for scale, event in ((2.0**40, "overflow"), (1.0, "step")):
         engine.rule = engine.rule._replace(
             loss_scale=DynamicLossScale(initial=scale, minimum=1.0, window=1000, hysteresis=1)
@@ -121,7 +121,7 @@ def states_by_event(place: Place, spread: Spread) -> dict[str, dict[str, torch.T
         assert result.skipped == (event == "overflow") and result.expert_load is not None
         # Four layers of 48 tokens with two choices each: an evaluation or an overflow leaves nothing to be counted.
         assert result.expert_load.tokens.sum() == 4 * 48 * 2
-        seen[event] = states_of(engine, "")
+        seen[event] = states_of(engine)
     return seen
 
 

@@ -1,8 +1,8 @@
 """Theorem of DiLoCo: islands of any layout are as many runs of one process, and the outer step computed by hand.
 
 Layouts of two to eight ranks in two to four islands, with features that a seeded pairwise array has dealt: losses (the
-mean over all tokens) and gradient norms (the mean over islands) of steps of SGD and of Adam or Muon, the parameters of
-each island between two outer steps and an evaluation of the outer ones then, outer parameters and momentum at the end.
+mean over all tokens) and gradient norms (the mean over islands) of steps of SGD, Adam or Muon, the parameters of each
+island between two outer steps and an evaluation of the outer ones then, outer parameters and momentum at the end.
 The interval does not divide the number of steps.
 """
 
@@ -86,16 +86,17 @@ def assert_same_islands(ranks: Sequence[IslandRecord], reference: IslandRecord) 
         assert_near("gradient norms", rank.grad_norms, reference.grad_norms)
         assert_near("evaluation", [rank.evaluation], [reference.evaluation])
     for number, parts in reference.islands.items():
-        found = whole([rank.islands[number] for rank in ranks if number in rank.islands])
-        for name, tensor in whole([parts]).items():
-            assert_close(f"{name} of island {number}", found[name], tensor)
+        found, expected = whole([rank.islands[number] for rank in ranks if number in rank.islands]), whole([parts])
+        assert found.keys() == expected.keys()
+        for name in reference.steady & parts.keys():
+            assert_close(f"{name} of island {number}", found[name], expected[name])
     outer = whole([reference.outer])
-    for kind in ("outer", "momentum", "matrices"):
+    for kind in ("outer", "momentum"):
         found, expected = whole([getattr(rank, kind) for rank in ranks]), whole([getattr(reference, kind)])
         assert found.keys() == expected.keys()
-        for name, tensor in found.items():
+        for name in reference.steady:
             rounded = ROUNDING * outer[name].abs().max().item() if kind == "momentum" else 0.0
-            assert_close(f"{kind} of {name}", tensor, expected[name], more=rounded)
+            assert_close(f"{kind} of {name}", found[name], expected[name], more=rounded)
 
 
 CASES = list(zip(LAYOUTS, DEALT, strict=True))
@@ -115,7 +116,7 @@ def test_features_that_can_meet_do_so() -> None:
     assert {item for chosen in DEALT for item in chosen.items()} >= {item for pair in possible for item in pair}
     few = [chosen for _, chosen in FEW]
     assert {chosen["zero"] for chosen in few} == {0, 1, 2, 3}
-    assert {chosen["optimizer"] for chosen in few} == {"adam", "muon"}
+    assert {chosen["optimizer"] for chosen in few} == {"sgd", "adam", "muon"}
     assert {chosen["trained"] for chosen in few} == {"model", *ADAPTERS}
 
 

@@ -91,7 +91,7 @@ def assert_equal_bits(ranks: list[Record], others: list[Record]) -> None:
         assert one.metrics == other.metrics
         assert one.grad_norms == other.grad_norms
         assert (one.evaluation, one.params_norm) == (other.evaluation, other.params_norm)
-        for kind in ("initial_parts", "gradient_parts", "trained_parts", "muon_parts"):
+        for kind in ("initial_parts", "gradient_parts", "trained_parts"):
             mine, theirs = getattr(one, kind), getattr(other, kind)
             assert mine.keys() == theirs.keys()
             for name, helds in mine.items():

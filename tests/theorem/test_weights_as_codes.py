@@ -14,7 +14,7 @@ from comparison import aspects_that_differ, assert_equal_to_serial, serial, whol
 from engines import evaluated
 from expert_cases import expert_problem, expert_spread
 from pairwise import Chosen, covered_pairs, one_of_each, possible_pairs
-from problem import SGD, Problem, Spread
+from problem import Problem, Spread
 from ranks import run_ranks
 from sweeps import some_of
 from theorem import Held, Parts, Record, batches_of, build, masters_of, parts, train
@@ -56,7 +56,7 @@ def choices_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
     Muon is left out: what it makes of rounding is enough for one of thousands of codes to become its neighbour.
     """
-    of_layout = {"kept": (False, True) if layout.dp * layout.cp >= 4 else (False,), "optimizer": ("damped",)}
+    of_layout = {"kept": (False, True) if layout.dp * layout.cp >= 4 else (False,), "optimizer": ("sgd", "adam")}
     return choices(layout) | of_layout
 
 
@@ -134,10 +134,10 @@ def test_a_layout_of_experts_learns_the_same_with_weights_as_codes(layout: Layou
 
 
 def operands(place: Place, problem: Problem, spread: Spread) -> tuple[Parts, Parts]:
-    """Every parameter as a forward reads it after the second step, and the masters: what this rank has of both."""
+    """Every parameter as a forward reads it, and the masters: what this rank has of both."""
     mesh = Mesh.of(spread.parallel, place, has_experts=problem.model.num_experts is not None)
     share = BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size)
-    engine = build(mesh, problem, spread, SGD)
+    engine = build(mesh, problem, spread)
     seen: dict[str, Tensor] = {}
 
     def see(path: str, module: nn.Module) -> None:
