@@ -7,6 +7,7 @@ micro-batch, as GPipe does.
 
 from collections.abc import Hashable, Iterator
 from functools import lru_cache
+from operator import ge
 from typing import NamedTuple, TypeVar
 
 from megatronish.parallel.schedules.table import SCHEDULES
@@ -170,6 +171,9 @@ def _first(backwards: list[Backward], num_chunks: int) -> Iterator[Backward]:
 
 def _largest(candidates: dict[tuple[int, ...], Held]) -> Iterator[Held]:
     """Without those that hold no more than another one of any chunk."""
-    for held, candidate in candidates.items():
-        if not any(other != held and all(a >= b for a, b in zip(other, held, strict=True)) for other in candidates):
-            yield candidate
+    largest: set[tuple[int, ...]] = set()
+    # What holds as much of every chunk holds as much in all: only those before can be such another one.
+    for held in sorted(candidates, key=sum, reverse=True):
+        if not any(all(map(ge, other, held)) for other in largest):
+            largest.add(held)
+    return (candidate for held, candidate in candidates.items() if held in largest)
