@@ -95,8 +95,10 @@ class FullySharded:
         self.counted = {name for name in counted if self._rows[name].is_floating_point()}
         # fp32, whatever the rows are, and flat, so that replicas and partial sums need one collective a bucket.
         self._sums = [torch.zeros(plan.size, device=self._rows[plan.names[0]].device) for plan in self._plans]
-        for name, total in self._views(self._sums).items():
-            _let_add_up(kept[name], in_=total)
+        sums = self._views(self._sums)
+        for name, parameter in _sharded(stage):
+            if parameter.requires_grad:  # without rows, too: what torch hands out would keep its padding in memory
+                _let_add_up(parameter, in_=sums[name] if name in sums else torch.zeros(0, device=parameter.device))
         self._masters: dict[str, Tensor] = {}
         # 4. Masters apart from the rows, where they are offloaded: else the fp32 rows are the masters.
         if settings.offload.masters_on is not None:

@@ -260,6 +260,28 @@ def test_a_run_whose_neighbours_keep_what_is_gathered_writes_the_same_run(tmp_pa
     assert_same_bits(mine, other)
 
 
+def bytes_of_gradients(place: Place) -> tuple[int, int]:
+    """Bytes of this rank's rows of experts, and of the memory behind all gradients beyond that of rows, after a step."""
+    flags = "--num-experts 2 --moe-router-topk 1 --moe-ffn-hidden-size 24 --dp 4 --ep 2 --etp 1 --zero-stage 3"
+    _, engine, job = build(place, flags)
+    batches = job.batches_of(job.datasets.train)(0, job.config.global_batch_size)
+    engine.step(batches, num_steps_done=0, learning_rate=0.1, weight_decay=0.0)
+    rows = more = 0
+    for name, parameter in engine.stage.model.named_parameters():
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor), name
+        local = parameter.grad.to_local()
+        rows += local.nbytes if ".experts." in name else 0
+        more += 0 if local.numel() else local.untyped_storage().nbytes()
+    return rows, more
+
+
+def test_a_rank_without_rows_keeps_no_padding_of_their_gradients() -> None:
+    """Two ranks share one expert, whose rows all lie on the first of them."""
+    seen = run_ranks(4, bytes_of_gradients)
+    assert [rows > 0 for rows, _ in seen] == [True, True, False, False]
+    assert [more for _, more in seen] == [0] * 4
+
+
 def test_a_transfer_is_counted_on_the_line_of_its_own_group() -> None:
     """Also where another line, that of cp, has the same ranks."""
     record = RankRecord()
