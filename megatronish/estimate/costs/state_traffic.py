@@ -252,10 +252,10 @@ class StateTraffic(StepTraffic):
                 self.add("shard", "all-to-all", times * self.coded_bytes(padded))
             elif shard > 1:
                 self.add("shard", "reduce-scatter", times * self.reduced_width * size)
-            if copies > 1:
-                self.add("replicate", "all-reduce", self.reduced_width * size // shard)
             # Without padding: the last ranks may have fewer rows, or none.
             own = min(max(parameter.rows - part * self.shard_ranks.get(parameter.domain, 0), 0), part)
+            if copies > 1:
+                self.add("replicate", "all-reduce", self.reduced_width * own * parameter.columns)
             for axis in self.sums_over(parameter):
                 self.add(axis, "all-reduce", 4 * own * parameter.columns)
 
