@@ -247,7 +247,9 @@ SINGLE = [
     SingleCase("Qwen3-30B-A3B, small", "experts", QWEN3_MOE, "", 1, 0, num_layers=2),
     SingleCase("Qwen3-30B-A3B, small, in fp32", "experts", QWEN3_MOE, "", 1, 0, num_layers=2, precision=""),
     SingleCase("SGD", "llama", "--optimizer sgd"),
-    SingleCase("Muon of replicas", "gpt", "--optimizer muon --seq-length 256", "--tp 2", 4, 7, precision="", num_layers=1),
+    SingleCase(
+        "Muon of replicas", "gpt", "--optimizer muon --seq-length 256", "--tp 2", 4, 7, precision="", num_layers=1
+    ),
     SingleCase("copies of ranks with fewer rows", "llama", "--dp-replicate 2 --zero-stage 3", "", 6, 5),
     SingleCase("BERT", "gpt", "--model-type bert"),
     SingleCase("BERT with dropout, in stages", "dropped", "--model-type bert", "--tp 2 --pp 2 --cp 2", 1, 7),
