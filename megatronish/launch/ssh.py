@@ -171,8 +171,9 @@ def _wait(hosts: Sequence[RunningHost], received: list[int]) -> None:
             is_second = received[:passed].count(signal.SIGINT) > 1
             for host in hosts:
                 host.say(b"%d\n" % (signal.SIGKILL if is_second else signum))
-        for code in [host.process.returncode for host in hosts if host.ended_at is not None and host.process.returncode]:
-            give_up_at = min(give_up_at, time.monotonic() + peer_seconds(LOST if code < 0 else code))
+        for code in [host.process.returncode or 0 for host in hosts if host.ended_at is not None]:
+            if code != 0:
+                give_up_at = min(give_up_at, time.monotonic() + peer_seconds(LOST if code < 0 else code))
         if time.monotonic() > give_up_at:
             return
         time.sleep(LOOK_SECONDS)

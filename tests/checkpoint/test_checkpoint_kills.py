@@ -25,7 +25,6 @@ from megatronish.core.errors import RunError
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 
-
 SIX = "--save-interval 2 --micro-batch-size 2"
 
 

@@ -14,6 +14,7 @@ from ranks import warm_context
 
 from megatronish.launch.libraries import MALLOC_VARIABLES, keep_freed_memory
 
+
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
     """What a function returns in a process that is its own: it is forked, has torch loaded and computed nothing."""
     context = warm_context()

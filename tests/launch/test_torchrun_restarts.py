@@ -70,9 +70,9 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(agent: subprocess.
 def attempts(run_dir: Path, flags: str, folder: Path, *plant_args: object) -> list[int]:
     """Steps from which the attempts of a run of two ranks under torchrun continue; a rank is killed in one of them."""
     (run_dir / "logs" / "rank_0.log").unlink(missing_ok=True)
-    agent = "--nproc-per-node 2 --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint localhost:0 --".split()
+    agent = ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     plant = {"plant": kill_last_in_step, "plant_args": plant_args} if plant_args else {}
-    ended = run_job([*agent, *tiny(run_dir, flags)], folder, main=torchrun, **plant)
+    ended = run_job([*agent, "--", *tiny(run_dir, flags)], folder, main=torchrun, **plant)
     assert ended.status == 0, ended
     text = (run_dir / "logs" / "rank_0.log").read_text()
     return [int(step) for step in re.findall(r"continuing from \S+/step_0+(\d+)", text)]

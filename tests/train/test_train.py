@@ -54,7 +54,9 @@ TAGS = {
     *("iteration-time", "data-time", "throughput", "tokens-per-second"),
     *(f"lm loss {name}{ppl}" for name in ("second", "third", "test") for ppl in ("", " ppl")),
 }
-FLAGS = "--eval-iters 2 --eval-interval 4 --save-interval 4 --log-params-norm --log-num-zeros-in-grad --micro-batch-size 2"
+FLAGS = (
+    "--eval-iters 2 --eval-interval 4 --save-interval 4 --log-params-norm --log-num-zeros-in-grad --micro-batch-size 2"
+)
 
 
 @pytest.fixture(scope="module")
