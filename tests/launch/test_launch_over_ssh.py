@@ -191,17 +191,17 @@ def test_a_host_that_is_this_machine_needs_no_ssh(hosts: Hosts, tmp_path: Path) 
 
 
 def test_a_rank_that_is_killed_is_the_reason_on_whichever_host(hosts: Hosts, tmp_path: Path) -> None:
-    """And its peers, which know nothing more, are not waited for."""
+    """Though a peer may fail before that is seen; and its other peers, which know nothing more, are not waited for."""
     (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=3\n")
     (tmp_path / "die.py").write_text(
-        "import os, signal, sys, time\n"
-        "rank = int(os.environ['RANK'])\n"
-        "time.sleep(0.5)\n"
+        "import os, pathlib, signal, sys, time\n"
+        "rank, lost = int(os.environ['RANK']), pathlib.Path(sys.argv[1])\n"
+        "if rank == 1:\n    lost.touch()\n    sys.exit(1)\n"
+        "while rank == 2 and not lost.exists():\n    time.sleep(0.01)\n"
         "if rank == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(0.2 if rank == 3 else 300)\n"
-        "sys.exit(1)\n"
+        "time.sleep(300)\n"
     )
-    done = hosts.run("", str(tmp_path / "die.py"))
+    done = hosts.run("", str(tmp_path / "die.py"), str(tmp_path / "lost"))
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines() == [
         "beta: rank 2 was ended by SIGKILL",
