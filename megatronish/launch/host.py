@@ -24,7 +24,7 @@ from megatronish.launch.ancestors import end_with_parent
 
 LOOK_SECONDS = 0.05  # between two looks at the ranks
 LATER_SECONDS = 0.3  # after the first failure, for a rank that was killed, and is the reason, to be seen
-PEER_SECONDS = 5.0  # after the first failure, for the others to say what they know
+PEER_SECONDS = 5.0  # after the first failure, for the others to say what they know (peer_seconds)
 LEAVE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 LOST = 255
 """Exit status of ssh itself, where there is no connection (any more)."""
@@ -113,12 +113,23 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Asked, first_rank: in
         how = f"has ended with status {code}" if code > 0 else f"was ended by {signal_name(-code)}"
         print(f"rank {first_rank + number} {how}", file=sys.stderr, flush=True)
     # 2. What the others say of it, and their end.
-    for seconds, signum in ((PEER_SECONDS, signal.SIGTERM), (LEAVE_SECONDS, signal.SIGKILL)):
+    status = code if code > 0 else 128 - code
+    for seconds, signum in ((peer_seconds(status), signal.SIGTERM), (LEAVE_SECONDS, signal.SIGKILL)):
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(rank.poll() is None for rank in ranks):
             _obey(ranks, asked)
         _send(ranks, signum)
-    return code if code > 0 else 128 - code
+    return status
+
+
+def peer_seconds(status: int) -> float:
+    """How long the others may speak after a failure with an exit status, 128 + n for signal n.
+
+    Of a rank that was killed and of a host that was lost they know only that they have lost them. SIGABRT is no such
+    signal: gloo aborts where ranks differ, and the others then say in what.
+    """
+    is_reason = status == LOST or (status > 128 and status - 128 in signal.valid_signals())
+    return LATER_SECONDS if is_reason and status != 128 + signal.SIGABRT else PEER_SECONDS
 
 
 def _failed(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:

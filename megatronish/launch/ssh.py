@@ -19,7 +19,7 @@ from types import FrameType
 from typing import BinaryIO, NamedTuple, TextIO
 
 from megatronish.core.errors import UserError, signal_name
-from megatronish.launch.host import FORWARDED, LEAVE_SECONDS, LOOK_SECONDS, LOST, PEER_SECONDS, HostPlan
+from megatronish.launch.host import FORWARDED, LEAVE_SECONDS, LOOK_SECONDS, LOST, HostPlan, peer_seconds
 from megatronish.launch.hostfile import Host
 
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
@@ -171,8 +171,9 @@ def _wait(hosts: Sequence[RunningHost], received: list[int]) -> None:
             is_second = received[:passed].count(signal.SIGINT) > 1
             for host in hosts:
                 host.say(b"%d\n" % (signal.SIGKILL if is_second else signum))
-        if any(host.process.returncode for host in hosts if host.ended_at is not None):
-            give_up_at = min(give_up_at, time.monotonic() + PEER_SECONDS)
+        for code in [host.process.returncode or 0 for host in hosts if host.ended_at is not None]:
+            if code != 0:
+                give_up_at = min(give_up_at, time.monotonic() + peer_seconds(LOST if code < 0 else code))
         if time.monotonic() > give_up_at:
             return
         time.sleep(LOOK_SECONDS)

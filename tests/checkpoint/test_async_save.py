@@ -92,7 +92,7 @@ def test_each_checkpoint_is_what_training_would_have_stopped_for(tmp_path: Path,
 
 def test_training_goes_on_meanwhile_and_one_save_waits_for_the_other(tmp_path: Path) -> None:
     argv = tiny(tmp_path / "run", "--async-save --save-interval 3 --train-iters 7 --exit-interval 6 --tp 2")
-    ended = run_job(argv, tmp_path, plant=write_slowly, plant_args=(1.5, 6))
+    ended = run_job(argv, tmp_path, plant=write_slowly, plant_args=(0.5, 6))
     assert ended.status == 0, ended
     told = re.sub(r"\d\.\d+ s", "_ s", ended.output)
     told = [re.match(r" \[.*iteration +(\d)", line)[1] if "iteration" in line else line for line in told.splitlines()]

@@ -9,7 +9,7 @@ import torch
 from engines import in_few_micro_batches, world_size_of
 from jobs import VOCABULARY, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
-from saved_runs import alone, assert_same_bits, engine_of_run, read_whole
+from saved_runs import alone, assert_holds, assert_same_bits, engine_of_run, read_whole
 from sweeps import some_of
 
 from megatronish.checkpoint.folder import read_state
@@ -27,14 +27,14 @@ from megatronish.train.checkpoint_state import tensors_of
 from megatronish.train.hooks.evaluate import mean_metrics
 from megatronish.train.resume import resume
 
-GPT2 = "--num-layers 4"
+GPT2 = "--num-layers 3"
 LLAMA = (
-    "--num-layers 4 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--num-layers 2 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--group-query-attention --num-query-groups 6 --untie-embeddings-and-output-weights"
 )
 
 GPT_OSS = (
-    "--num-layers 4 --position-embedding-type rope --normalization RMSNorm --quick-geglu --glu-linear-offset 1 "
+    "--num-layers 2 --position-embedding-type rope --normalization RMSNorm --quick-geglu --glu-linear-offset 1 "
     "--activation-func-clamp-value 0.5 --softmax-type learnable --window-size 5 --window-attn-skip-freq 2 "
     "--embed-layernorm --decoupled-lr 2e-2"
 )
@@ -65,7 +65,7 @@ def load_and_save(
             f"{GPT2} --global-batch-size 8",
             [
                 "--tp 3 --zero-stage 3",
-                "--pp 4 --tp 2 --bf16",
+                "--pp 3 --bf16",
                 "--dp 4 --zero-stage 3",
                 "--dp 4 --dp-replicate 2 --zero-stage 2 --bf16",
                 "--tp 2 --dp 2 --sequence-parallel --zero-stage 3 --bf16 --optimizer-cpu-offload",
@@ -89,7 +89,7 @@ def load_and_save(
         ),
         pytest.param(
             f"{GPT2} --optimizer muon --global-batch-size 12",
-            ["--tp 2 --dp 2 --zero-stage 2", "--dp 3 --zero-stage 3", "--pp 2 --tp 2"],
+            ["--tp 2 --dp 2 --zero-stage 2", "--dp 3 --zero-stage 3", "--pp 3 --tp 2"],
             marks=pytest.mark.sweep,
         ),
     ],
@@ -99,8 +99,9 @@ def test_a_checkpoint_of_any_layout_loads_in_any_other_bit_by_bit(
     tmp_path: Path, model: str, layouts: list[str]
 ) -> None:
     train_on_ranks(tiny(tmp_path / "run", in_few_micro_batches(f"{model} --train-iters 2")))
-    first = source = tmp_path / "run" / "checkpoints" / "step_00000002"
-    assert all(tensor.isfinite().all() and tensor.any() for tensor in read_whole(first).values())
+    source = tmp_path / "run" / "checkpoints" / "step_00000002"
+    written = read_whole(source)
+    assert all(tensor.isfinite().all() and tensor.any() for tensor in written.values())
     losses = {}
     # From each layout to the next, and back to one process.
     for number, layout in enumerate([*layouts, ""]):
@@ -108,7 +109,7 @@ def test_a_checkpoint_of_any_layout_loads_in_any_other_bit_by_bit(
         target = tmp_path / str(number)
         losses[layout], *_ = run_ranks(read_config(argv).config.layout.world_size, load_and_save, argv, source, target)
         source = target / "step_00000002"
-        assert_same_bits(first, source)
+        assert_holds(source, written)
         assert read_state(source)["optimizer_steps"] == 2
     # What was loaded is what the model computes with.
     for layout, loss in losses.items():
@@ -139,7 +140,7 @@ def test_what_is_frozen_is_saved_and_loaded_without_states(tmp_path: Path) -> No
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-CHANGES = ["--tp 3", "--pp 4 --tp 2", "--dp 8 --zero-stage 3", "--zero-stage 1"]
+CHANGES = ["--tp 3", "--pp 4 --tp 2", "--dp 4 --zero-stage 3", "--zero-stage 1"]
 CHANGES.append("--dp 2 --tp 2 --pp 2 --sequence-parallel --zero-stage 2")
 
 
@@ -169,10 +170,10 @@ def test_a_run_that_changes_its_layout_at_every_step_loses_nothing(tmp_path: Pat
 def test_a_resumed_run_repeats_every_bit(tmp_path: Path, flags: str, world_size: int) -> None:
     for parts, name in ((1, "whole"), (2, "parts")):
         for _ in range(parts):
-            exits = "--exit-interval 3" if name == "parts" else ""
-            train_on_ranks(tiny(tmp_path / name, f"{flags} {exits}"), world_size=world_size)
+            exits = "--exit-interval 2" if name == "parts" else ""
+            train_on_ranks(tiny(tmp_path / name, f"{flags} --train-iters 4 {exits}"), world_size=world_size)
     assert steps_of(tmp_path / "parts") == steps_of(tmp_path / "whole")
-    one, other = (tmp_path / name / "checkpoints" / "step_00000006" for name in ("parts", "whole"))
+    one, other = (tmp_path / name / "checkpoints" / "step_00000004" for name in ("parts", "whole"))
     assert_same_bits(one, other)
     if "bf16" in flags:  # what is saved are the masters, which bf16 cannot hold
         weights = read_whole(one)["model.layers.0.mlp.fc1.weight"]

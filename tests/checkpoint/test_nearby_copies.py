@@ -31,7 +31,7 @@ from megatronish.train.hooks.nearby import CopyNearby
 from megatronish.watch.record import RankRecord
 
 INTERVAL = 3
-STEPS = "--train-iters 8"
+STEPS = "--train-iters 8 --micro-batch-size 2"
 COPIES = f"{STEPS} --save-replicated-interval {INTERVAL}"
 # flags, ranks, ranks of a host
 LAYOUTS = {

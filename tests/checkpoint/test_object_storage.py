@@ -102,7 +102,7 @@ def reach(environ: dict[str, str], seconds: float | None = None, rank: int | Non
 
 
 def test_a_run_resumes_from_a_store_in_another_layout_and_on_another_machine(tmp_path: Path, store: Store) -> None:
-    flags = f"--save {store.url} --save-interval 2 --keep-last 2"
+    flags = f"--micro-batch-size 2 --save {store.url} --save-interval 2 --keep-last 2"
 
     def train(folder: str, more: str) -> str:
         ended = run_job(tiny(tmp_path / folder, f"{flags} {more}"), tmp_path, plant=reach, plant_args=(store.environ,))
@@ -117,7 +117,7 @@ def test_a_run_resumes_from_a_store_in_another_layout_and_on_another_machine(tmp
     assert store.names() == ["latest", "step_00000004", "step_00000006"]
     (copied,) = [path for step, path in steps_in(RemotePath(store.url)).items() if step == 6]
     assert RemotePath(f"{store.url}/latest").read_text() == f"{copied.name}\n"
-    train_on_ranks(tiny(tmp_path / "whole"))
+    train_on_ranks(tiny(tmp_path / "whole", "--micro-batch-size 2"))
     whole = steps_of(tmp_path / "whole")
     for step, seen in steps_of(tmp_path / "b").items():
         assert seen == pytest.approx(whole[step], rel=1e-5)
@@ -135,11 +135,11 @@ def test_a_run_resumes_from_a_store_in_another_layout_and_on_another_machine(tmp
 def test_two_ranks_killed_at_random_moments_of_uploads_end_as_if_nothing_had_been(tmp_path: Path, store: Store) -> None:
     """Something is being written to the store all the time."""
     numbers = random.Random(7)
-    flags = "--num-layers 1 --train-iters 10 --dp 2 --zero-stage 1"
+    flags = "--num-layers 1 --train-iters 10 --micro-batch-size 2 --dp 2 --zero-stage 1"
     argv = tiny(tmp_path / "run", f"{flags} --save {store.url} --save-interval 1 --async-save --keep-last 2")
     kills = 0
     for rank in (None, 1, None, 0, 1, None) if store.environ else (None, 1):
-        ended = run_job(argv, tmp_path, plant=reach, plant_args=(store.environ, numbers.uniform(0.2, 1.2), rank))
+        ended = run_job(argv, tmp_path, plant=reach, plant_args=(store.environ, numbers.uniform(0.2, 0.8), rank))
         if ended.status == 0:
             break
         assert ended.status == (-signal.SIGKILL if rank is None else 1), ended
@@ -371,7 +371,7 @@ def started_in(folder: Path, environ: dict[str, str]) -> None:
 
 def test_a_run_folder_in_a_store_is_continued_on_another_machine(tmp_path: Path, store: Store) -> None:
     def train(machine: str, more: str) -> str:
-        argv = tiny(Path("run"), f"--save-interval 2 {more}")
+        argv = tiny(Path("run"), f"--micro-batch-size 2 --save-interval 2 {more}")
         argv[argv.index("--run-dir") + 1] = store.url
         ended = run_job(argv, tmp_path, plant=started_in, plant_args=(tmp_path / machine, store.environ))
         assert ended.status == 0, ended

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatronish.launch import guard
 from megatronish.launch.guard import Guard, own_guard
 from megatronish.launch.pulse import Pulse, Pulses, memory_file
 
@@ -49,27 +50,31 @@ os._exit(0)
 Silent = tuple["subprocess.Popen[str]", Pulses, Path]
 
 
+LIMIT = 0.4
+
+
 @pytest.fixture
-def silent() -> Iterator[Silent]:
-    """A process whose main thread keeps Python's lock, and its one pulse with a limit of a second."""
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
+    """A process whose main thread keeps Python's lock, and its one pulse, with a short limit."""
+    monkeypatch.setattr(guard, "PATIENCE", 0.6)
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         trace = int(process.stdout.readline())
         pulses = Pulses(1)
-        pulses.put(0, Pulse(1, process.pid, "rank 0", "in step 3", 1.0, "--hang-seconds", trace=trace))
+        pulses.put(0, Pulse(1, process.pid, "rank 0", "in step 3", LIMIT, "--hang-seconds", trace=trace))
         yield process, pulses, Path(f"/proc/{process.pid}/fd/{trace}")
     finally:
         process.kill()
         process.wait()
 
 
-def _look(guard: Guard, seconds: float) -> dict[int, str]:
+def _look(own: Guard, seconds: float) -> dict[int, str]:
     end = time.monotonic() + seconds
     sentences: dict[int, str] = {}
     while time.monotonic() < end and not sentences:
         time.sleep(0.1)
-        sentences = guard.look()
+        sentences = own.look()
     return sentences
 
 
@@ -95,14 +100,14 @@ def test_a_stopped_process_is_not_asked_and_finds_no_request_when_it_runs_again(
 def test_a_process_is_not_asked_before_its_time_is_over(silent: Silent) -> None:
     """A signal ends the waits of native code, and the process may come to life."""
     _, pulses, stacks = silent
-    assert not _look(Guard(pulses), 1.5) and stacks.read_text() == ""
+    assert not _look(Guard(pulses), 1.5 * LIMIT) and stacks.read_text() == ""
 
 
 def test_a_process_of_another_time_with_the_same_number_gets_no_signal(silent: Silent) -> None:
     """What the number of the file is there now tells them apart."""
     process, pulses, stacks = silent
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
-        pulses.put(0, Pulse(2, other.pid, "rank 0", "in step 3", 1.0, "--hang-seconds", trace=0))
+        pulses.put(0, Pulse(2, other.pid, "rank 0", "in step 3", LIMIT, "--hang-seconds", trace=0))
         assert "Its stack" not in _look(Guard(pulses), 20)[0] and other.poll() is None
         other.kill()
     assert process.poll() is None and stacks.read_text() == ""

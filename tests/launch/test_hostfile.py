@@ -1,6 +1,7 @@
 """Tests of hostfiles, of --include and --exclude, and of what the launch command refuses before it starts anything."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from megatronish.commands.launch import main
 from megatronish.core.errors import UserError
-from megatronish.launch.host import HostPlan
+from megatronish.launch.host import LATER_SECONDS, LOST, PEER_SECONDS, HostPlan, peer_seconds
 from megatronish.launch.hostfile import Host, chosen, read_hostfile
 from megatronish.launch.ssh import Reach, exported
 
@@ -150,3 +151,8 @@ def test_ssh_may_ask_nothing_and_this_machine_needs_none() -> None:
     words = Reach(("-p", "2222")).words("far", "cd /x")
     assert words[0] == "ssh" and words[-2:] == ["far", "cd /x"]
     assert words[1:3] == ["-o", "BatchMode=yes"] and words[-4:-2] == ["-p", "2222"]
+
+
+def test_others_may_speak_for_long_where_they_know_more_than_that_they_lost_their_peer() -> None:
+    assert [peer_seconds(status) for status in (1, 2, 128 + signal.SIGABRT, 254)] == [PEER_SECONDS] * 4
+    assert [peer_seconds(status) for status in (LOST, 128 + signal.SIGKILL)] == [LATER_SECONDS] * 2

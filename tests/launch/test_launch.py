@@ -13,6 +13,7 @@ from launchers import (
     everybody_misses_a_file,
     last_rank_raises,
     linger,
+    looks_often,
     rank_one_exits,
     rank_one_gets_a_signal_without_a_name,
     rank_one_is_killed,
@@ -136,7 +137,7 @@ def test_a_rank_that_read_beyond_a_file_is_told_with_the_probable_cause(start: S
 
 def test_a_rank_that_is_stopped_after_the_others_have_finished_is_named(start: Starter) -> None:
     """No other rank is left whose watchdog could tell."""
-    launcher = start(2, rank_zero_is_stopped_at_its_end)
+    launcher = start(2, rank_zero_is_stopped_at_its_end, plant=looks_often)
     assert launcher.wait() == 1
     told = r"rank 0 failed: process \d+ is stopped by a signal, and ranks that were with it have finished\n"
     assert re.fullmatch(told, launcher.errors)

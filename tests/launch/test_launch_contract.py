@@ -1,21 +1,21 @@
 """Tests of the launch contract (docs/LAUNCH.md) that no other file has: exit statuses, pods without a shared disk."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import SECONDS, run_job, started, steps_of, tiny, train_on_ranks
-from paths import ROOT
+from jobs import SECONDS, Job, call_main, run_job, started, steps_of, tiny, train_on_ranks
 from ranks import wait_until
 from sweeps import further
+from torchrun import as_pod, torchrun
 
 from megatronish.checkpoint.folder import whole_attempts
 from megatronish.checkpoint.remote import RemotePath
@@ -55,12 +55,13 @@ def test_the_exit_status_says_whether_another_start_will_help(tmp_path: Path) ->
     assert failed.status == 1 and "broken" in failed.errors  # retry
     step, phase = last_word(tmp_path / "run")
     assert step == 2 and re.fullmatch("failed: rank [01] failed: ArithmeticError: broken", phase), phase
-    wrong = run_job([*argv, "--load", "/nowhere"], tmp_path)
+    alone = tiny(tmp_path / "run", "--train-iters 4 --save-interval 1")
+    wrong = call_main([*alone, "--load", "/nowhere"])
     assert wrong.status == 0, wrong  # the run has begun: its own checkpoints come first
-    again = run_job(argv, tmp_path)
+    again = call_main(alone)
     assert again.status == 0 and "finished already: 4 steps of 4 are done" in again.output  # done
     assert last_word(tmp_path / "run") == (4, "finished")
-    never = run_job(tiny(tmp_path / "other", "--load /nowhere --tp 2"), tmp_path)
+    never = call_main(tiny(tmp_path / "other", "--load /nowhere"))
     assert never.status == 2 and "holds no checkpoint" in never.errors  # never
     step, phase = last_word(tmp_path / "other")
     assert step == 0 and re.match("failed: .*/nowhere holds no checkpoint", phase)
@@ -116,47 +117,36 @@ def test_a_finished_run_has_status_zero_whatever_a_stopped_one_has(tmp_path: Pat
     assert ended.status == 0, ended
 
 
-def pods(argv: list[list[str]], folder: Path) -> list[subprocess.Popen[str]]:
+@contextlib.contextmanager
+def pods(argv: list[str], folder: Path) -> Iterator[list[Job]]:
     """Two pods as Kubeflow starts them: torchrun, to which PET_ variables say all; each in a folder of its own."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     said = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
-    environ = os.environ | said | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    started = []
-    for number, words in enumerate(argv):
-        own = folder / f"pod_{number}"
-        own.mkdir()
-        with (own / "output").open("w") as output:
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "torch.distributed.run", str(ROOT / "pretrain_gpt.py"), *words],
-                    env=environ | {"PET_NODE_RANK": str(number)},
-                    cwd=own,
-                    stdout=output,
-                    stderr=output,
-                    text=True,
-                )
-            )
-    return started
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for number in range(2):
+            own = folder / f"pod_{number}"
+            own.mkdir()
+            environ = said | {"PET_NODE_RANK": str(number), "GLOO_SOCKET_IFNAME": loopback}
+            plant = {"plant": as_pod, "plant_args": (own, environ)}
+            jobs.append(stack.enter_context(started(["--", *argv], folder, main=torchrun, **plant)))
+        yield jobs
 
 
 def test_pods_share_nothing_but_the_checkpoints_and_save_when_they_are_evicted(tmp_path: Path) -> None:
     save = RemotePath((tmp_path / "store").as_uri())
     flags = f"--save {save} --dp 2 --zero-stage 1 --async-save --save-interval 2 --keep-last 2"
-    started = pods([tiny(Path("run"), f"{flags} {ENDLESS}")] * 2, tmp_path)
-    told = (tmp_path / "pod_0" / "output").read_text
-    try:
-        assert wait_until(lambda: bool(whole_attempts(save)), timeout=SECONDS), told()
-        for pod in started:
-            pod.send_signal(signal.SIGTERM)
-        for pod in started:
-            assert pod.wait(SECONDS) not in (0, 2), told()  # torchrun itself: it was ended by a signal
-    finally:
-        for pod in started:
-            pod.kill()
-    (last,) = re.findall(r"stopped after step (\d+)", told())
+    with pods(tiny(Path("run"), f"{flags} {ENDLESS}"), tmp_path) as jobs:
+        assert wait_until(lambda: bool(whole_attempts(save)), timeout=SECONDS), jobs[0].told
+        for job in jobs:
+            job.signal(signal.SIGTERM)
+        for job in jobs:
+            assert job.wait() not in (0, 2), job.told  # torchrun itself: it was ended by a signal
+        told = jobs[0].output
+    (last,) = re.findall(r"stopped after step (\d+)", told)
     assert max(whole_attempts(save)) == int(last) == max(steps_of(tmp_path / "pod_0" / "run"))
     assert not (tmp_path / "pod_1" / "run" / "metrics.jsonl").exists()
     # Another machine, of another number of ranks, resumes from there; data and losses are those of one undisturbed run.

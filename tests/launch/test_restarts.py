@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from jobs import checkpoints_of, run_job, started, steps_of, tiny, train_on_ranks
+from planted_kills import kill_last_in_step
 from ranks import wait_until
 from sweeps import some_of
 
 from megatronish.checkpoint.checksums import Checksums
+from megatronish.launch import restarts
 from megatronish.launch.patience import apart
 from megatronish.launch.restarts import GOOD_STEPS, SAME_TIMES, Restarts
 from megatronish.train.folder import last_step
@@ -23,23 +25,10 @@ from megatronish.train.resume import _has_saved
 from megatronish.train.trainer import Trainer
 
 
-def kill_in_step(step: int, marker: str) -> None:
-    """Rank 1, or the only one, is killed in a step, once."""
-    original = Trainer.step
-
-    def dying(trainer: Trainer, *args: object) -> object:
-        rank = trainer.engine.mesh.world.rank
-        if trainer.progress.step == step and rank == trainer.engine.mesh.world.size - 1 and not Path(marker).exists():
-            Path(marker).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(trainer, *args)
-
-    Trainer.step = dying  # type: ignore[method-assign,assignment]
-
-
 def fail_in_step(step: int) -> None:
-    """Every rank fails in a step, each time."""
+    """Every rank fails in a step, each time; restarts pause a tenth as long."""
     original = Trainer.step
+    restarts.PAUSE_SECONDS /= 10
 
     def failing(trainer: Trainer, *args: object) -> object:
         if trainer.progress.step == step:
@@ -52,7 +41,7 @@ def fail_in_step(step: int) -> None:
 @pytest.mark.parametrize("layout", some_of(["--dp 1", "--dp 2"], ["--dp 2"]))
 def test_a_killed_run_begins_again_and_its_losses_are_those_of_an_undisturbed_one(tmp_path: Path, layout: str) -> None:
     argv = tiny(tmp_path / "run", f"{layout} --save-interval 2 --max-restarts 1")
-    ended = run_job(argv, tmp_path, plant=kill_in_step, plant_args=(3, str(tmp_path / "marker")))
+    ended = run_job(argv, tmp_path, plant=kill_last_in_step, plant_args=(3, str(tmp_path / "marker")))
     assert ended.status == 0, ended.errors
     assert "restart 1 of 1, after step 3\n" in ended.errors
     train_on_ranks(tiny(tmp_path / "calm", "--save-interval 2"))
@@ -88,7 +77,7 @@ def kill_after_saves(folder: str, *steps: int) -> None:
 def test_a_run_that_gets_further_begins_again_whatever_is_logged(tmp_path: Path) -> None:
     """The same sentence three times, and in between checkpoints but no logged step."""
     assert SAME_TIMES == 3
-    flags = "--dp 2 --train-iters 30 --log-interval 50 --save-interval 5 --max-restarts 2"
+    flags = "--train-iters 30 --log-interval 50 --save-interval 5 --max-restarts 2"
     kills = 5, 15, 25
     ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), *kills))
     assert ended.status == 0, ended.errors
@@ -179,12 +168,12 @@ def test_the_last_checkpoint_is_written_elsewhere_when_the_run_folder_is_gone(tm
 
 
 def test_time_is_over_for_all_attempts_together(tmp_path: Path) -> None:
-    flags = "--train-iters 100000 --save-interval 2 --max-restarts 3 --exit-duration-in-mins 0.1"
+    flags = "--train-iters 100000 --save-interval 2 --max-restarts 3 --exit-duration-in-mins 0.05"
     begin = time.monotonic()
-    ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=kill_late, plant_args=(str(tmp_path), 5.0))
+    ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=kill_late, plant_args=(str(tmp_path), 2.0))
     assert ended.status == 0 and "restart 1 of 3" in ended.errors, ended.errors
     assert "the time of --exit-duration-in-mins is over" in ended.output
-    assert time.monotonic() - begin < 5 + 6  # and not 5 and then 6 seconds, with starts and saves
+    assert time.monotonic() - begin < 2 + 3  # and not 2 and then 3 seconds, with starts and saves
 
 
 def kill_late(folder: str, seconds: float) -> None:
@@ -242,17 +231,19 @@ class Steps:
 def test_restarts_are_used_up_and_counted_from_zero_after_good_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
     steps = Steps()
-    restarts = Restarts(2, steps)
-    assert not restarts.again(2, "a mistake")
-    assert not restarts.again(130, "interrupted")
-    assert restarts.again(1, "first")
-    assert restarts.again(1, "second")
-    assert not restarts.again(1, "third")
+    run = Restarts(2, steps)
+    assert not run.again(2, "a mistake")
+    assert not run.again(130, "interrupted")
+    assert run.again(1, "first")
+    assert run.again(1, "second")
+    assert not run.again(1, "third")
     assert "no restart: --max-restarts 2 are used up" in capsys.readouterr().err
     steps.last = GOOD_STEPS
-    assert restarts.again(1, "first")
+    assert run.again(1, "first")
+    assert pauses == [0, 2 * restarts.PAUSE_SECONDS, 0]  # none where there are new steps
     assert not Restarts(0, steps).again(1, "first")
 
 

@@ -78,15 +78,15 @@ def test_help_and_errors_come_at_once(flags: str, status: int, message: str, tmp
 
 
 @pytest.mark.processes
-def test_eight_ranks_share_the_imports_of_their_launcher(tmp_path: Path) -> None:
-    flags = "--tp 2 --pp 2 --dp 2 --train-iters 1 --hidden-dropout 0 --attention-dropout 0"
+def test_ranks_share_the_imports_of_their_launcher(tmp_path: Path) -> None:
+    flags = "--tp 2 --pp 2 --train-iters 1 --hidden-dropout 0 --attention-dropout 0"
     ended = spent(["-c", REPORTING, *tiny(tmp_path / "run", flags)], tmp_path)
     assert ended.status == 0, ended
     found = {int(rank): names.split() for rank, names in re.findall(r"^rank (\d) imports(.*)$", ended.output, re.M)}
-    assert sorted(found) == list(range(8))
-    for rank in range(1, 8):  # rank 0 opens trackers
+    assert sorted(found) == list(range(4))
+    for rank in range(1, 4):  # rank 0 opens trackers
         assert len(found[rank]) <= 4, found[rank]  # two now
-    assert ended.seconds < 20  # 8 on a busy machine, the sample at the end included
+    assert ended.seconds < 12  # 5 on a busy machine, the sample at the end included
 
 
 def test_imports_are_not_looked_through_for_garbage() -> None:

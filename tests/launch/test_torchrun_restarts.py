@@ -6,14 +6,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import SECONDS, steps_of, tiny, train_on_ranks
+from jobs import SECONDS, run_job, steps_of, tiny, train_on_ranks
 from paths import ROOT
+from planted_kills import kill_last_in_step
 from ranks import is_running, wait_until
 from sweeps import some_of
+from torchrun import torchrun
 
 from megatronish.train.folder import last_step
 
@@ -35,19 +36,13 @@ def workers(run_dir: Path) -> list[int]:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with agent_of(tmp_path, FLAGS) as process:
-        yield process
-
-
-@contextmanager
-def agent_of(tmp_path: Path, flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """A run of two ranks under torchrun, which begins again twice; it has no more variables than any."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
     argv = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "pretrain_gpt.py")]
     with (tmp_path / "errors").open("w") as errors:
         environ = os.environ | {"PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
-            [*argv, *tiny(tmp_path / "run", flags)], env=environ, stdout=subprocess.DEVNULL, stderr=errors
+            [*argv, *tiny(tmp_path / "run", FLAGS)], env=environ, stdout=subprocess.DEVNULL, stderr=errors
         )
         try:
             yield process
@@ -72,48 +67,35 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(agent: subprocess.
         assert seen[step] == pytest.approx(values, rel=1e-5)
 
 
-def starts(log: Path) -> list[int]:
-    """Steps from which the attempts continue that have begun so far."""
-    return (
-        [int(step) for step in re.findall(r"continuing from \S+/step_0+(\d+)", log.read_text())] if log.exists() else []
-    )
+def attempts(run_dir: Path, flags: str, folder: Path, *plant_args: object) -> list[int]:
+    """Steps from which the attempts of a run of two ranks under torchrun continue; a rank is killed in one of them."""
+    (run_dir / "logs" / "rank_0.log").unlink(missing_ok=True)
+    agent = ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    plant = {"plant": kill_last_in_step, "plant_args": plant_args} if plant_args else {}
+    ended = run_job([*agent, "--", *tiny(run_dir, flags)], folder, main=torchrun, **plant)
+    assert ended.status == 0, ended
+    text = (run_dir / "logs" / "rank_0.log").read_text()
+    return [int(step) for step in re.findall(r"continuing from \S+/step_0+(\d+)", text)]
 
 
-def starts_of_a_killed_run(tmp_path: Path, flags: str, *, last: int) -> list[int]:
-    """Steps from which the attempts continue, of a run of which a worker is killed before step `last`."""
-    log, metrics, told = (tmp_path / name for name in ("run/logs/rank_0.log", "run/metrics.jsonl", "errors"))
-    log.unlink(missing_ok=True)
-    with agent_of(tmp_path, flags) as agent:
-        assert wait_until(lambda: starts(log) != [], timeout=SECONDS)
-        assert wait_until(lambda: 6 <= last_step(metrics) < last, timeout=SECONDS), told.read_text()
-        os.kill(workers(tmp_path / "run")[1], signal.SIGKILL)
-        assert agent.wait(SECONDS) == 0, told.read_text()
-    return starts(log)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 @pytest.mark.parametrize("starts_again", some_of([False, True], [False]))
 def test_a_restart_goes_back_to_a_step_once(tmp_path: Path, starts_again: bool) -> None:
     """Ranks of all attempts find one name of the launch in the store of their agent; the next torchrun has another.
 
     And nothing is lost: losses are those of a run that was left in peace.
     """
-    flags = "--save-interval 2 --lr-decay-iters 6"
-    train_on_ranks(tiny(tmp_path / "run", f"--train-iters 4 {flags}"))
-    back, resumed = starts_of_a_killed_run(tmp_path, f"--train-iters 40 {flags} --ckpt-step 2", last=38)
-    assert back == 2 and resumed >= 4
-    train_on_ranks(tiny(tmp_path / "calm", f"--train-iters 40 {flags}"))
-    seen, calm = steps_of(tmp_path / "run"), steps_of(tmp_path / "calm")
+    run_dir, flags = tmp_path / "run", "--save-interval 2 --lr-decay-iters 6"
+    train_on_ranks(tiny(run_dir, f"--train-iters 4 {flags}"))
+    back = f"--train-iters 10 {flags} --ckpt-step 2"
+    # The checkpoint of step 6 is whole where step 7 is done, which takes both ranks.
+    assert attempts(run_dir, back, tmp_path, 7, str(tmp_path / "marker")) == [2, 6]
+    train_on_ranks(tiny(tmp_path / "calm", f"--train-iters 10 {flags}"))
+    seen, calm = steps_of(run_dir), steps_of(tmp_path / "calm")
     assert sorted(seen) == sorted(calm)
     for step, values in calm.items():
         assert seen[step] == pytest.approx(values, rel=1e-5)
-    if not starts_again:
-        return
-    log = tmp_path / "run/logs/rank_0.log"
-    log.unlink()
-    with agent_of(tmp_path, f"--train-iters 42 {flags} --ckpt-step 2"):
-        assert wait_until(lambda: starts(log) != [], timeout=SECONDS)
-        assert starts(log) == [2]
+    if starts_again:
+        assert attempts(run_dir, f"--train-iters 12 {flags} --ckpt-step 2", tmp_path) == [2]
 
 
 AGENT = """

@@ -13,6 +13,7 @@ import torch
 
 from megatronish.checkpoint.storage import CheckpointWriter
 from megatronish.engine.engine import Engine
+from megatronish.launch import terminal
 from megatronish.model.gpt import TransformerBlock
 from megatronish.parallel import comm
 from megatronish.train import run as training
@@ -201,7 +202,8 @@ def keeping_the_lock(_rank: int, step: int, file: str) -> None:
 
 
 def stalled_terminal(*_: Any) -> None:
-    """Nobody reads the pipe that stdout and stderr are; the beginning is noted nowhere."""
+    """Nobody reads the pipe that stdout and stderr are, and soon no more is left for it; no beginning is noted."""
+    terminal.LAST_SECONDS = 0.5
     _reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     for descriptor in (1, 2):

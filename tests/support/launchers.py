@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ranks import warm_context
 
 from megatronish.core.errors import UserError
+from megatronish.launch import local
 from megatronish.launch.local import launch, run_local_ranks
 from megatronish.launch.place import Place
 
@@ -121,6 +122,11 @@ def stubborn(place: Place) -> int:
 # ---- launchers
 
 
+def looks_often() -> None:
+    """Planted in a launcher: it looks at its ranks every tenth of a second."""
+    local.LOOK_SECONDS = 0.1
+
+
 class Launcher(NamedTuple):
     """A launcher in a process of its own, what it printed going to files."""
 
@@ -156,12 +162,18 @@ class Starter:
         self._launchers: list[Launcher] = []
 
     def __call__(
-        self, world_size: int, function: Callable[[Place], int], *, start_method: str = "", **environ: str
+        self,
+        world_size: int,
+        function: Callable[[Place], int],
+        *,
+        start_method: str = "",
+        plant: Callable[[], None] | None = None,
+        **environ: str,
     ) -> Launcher:
         folder = self._folder / str(len(self._launchers))
         folder.mkdir()
         process = warm_context().Process(
-            target=_be_launcher, args=(folder, world_size, function, start_method, environ)
+            target=_be_launcher, args=(folder, world_size, function, start_method, plant, environ)
         )
         process.start()
         self._launchers.append(Launcher(process, folder))
@@ -174,13 +186,20 @@ class Starter:
 
 
 def _be_launcher(
-    folder: Path, world_size: int, function: Callable[[Place], int], start_method: Any, environ: dict[str, str]
+    folder: Path,
+    world_size: int,
+    function: Callable[[Place], int],
+    start_method: Any,
+    plant: Callable[[], None] | None,
+    environ: dict[str, str],
 ) -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.pop("OMP_NUM_THREADS", None)
     os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if plant is not None:
+        plant()
     if start_method:
         sys.exit(run_local_ranks(function, world_size=world_size, log_dir=folder / "logs", start_method=start_method))
     sys.exit(launch(function, world_size=world_size, log_dir=folder / "logs"))

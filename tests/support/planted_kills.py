@@ -3,9 +3,11 @@
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 from megatronish.engine.engine import Engine
+from megatronish.train.trainer import Trainer
 
 
 def kill_all_in_step(number: int) -> None:
@@ -39,3 +41,17 @@ def kill_after(seconds: float, rank: int | None) -> None:
         return run(self, *arguments, **options)
 
     Engine.step = stepped  # type: ignore[method-assign]
+
+
+def kill_last_in_step(done: int, marker: str) -> None:
+    """Planted in a job: SIGKILL to the last rank, or the only one, once, at the step after `done`."""
+    original = Trainer.step
+
+    def dying(trainer: Trainer, *args: object) -> object:
+        rank = trainer.engine.mesh.world.rank
+        if trainer.progress.step == done and rank == trainer.engine.mesh.world.size - 1 and not Path(marker).exists():
+            Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(trainer, *args)
+
+    Trainer.step = dying  # type: ignore[method-assign,assignment]

@@ -38,7 +38,12 @@ def alone(tensor: Tensor) -> GlobalTensor:
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
-    before, after = read_whole(one), read_whole(other)
+    assert_holds(other, read_whole(one))
+
+
+def assert_holds(checkpoint: Path, before: dict[str, Tensor]) -> None:
+    """The checkpoint has these tensors, bit by bit."""
+    after = read_whole(checkpoint)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.int32), after[name].view(torch.int32)), name

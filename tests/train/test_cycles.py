@@ -12,7 +12,7 @@ from megatronish.report.plot import read_lines
 
 CYCLE = (
     "--lr-warmup-init 1e-3 --min-lr 1e-3 --lr-warmup-iters 3 --lr-decay-iters 6 --lr-tail-decay 0.5 "
-    "--lr-warmup-stairs 3 --cycle-min-momentum 0.6 --cycle-max-momentum 0.9 --train-iters 8"
+    "--lr-warmup-stairs 3 --cycle-min-momentum 0.6 --cycle-max-momentum 0.9 --train-iters 8 --micro-batch-size 2"
 )
 RATES = [0.001, 0.004, 0.007, 0.01, 0.007, 0.004, 0.001, 0.001 / 1.5]
 MOMENTA = [0.9, 0.8, 0.7, 0.6, 0.7, 0.8, 0.9, 0.9]
@@ -39,7 +39,7 @@ def test_a_cycle_trains_the_same_in_two_layouts_and_goes_on_in_the_middle(tmp_pa
 
 def test_a_momentum_changes_what_is_trained(tmp_path: Path) -> None:
     train_on_ranks(tiny(tmp_path / "cycled", CYCLE))
-    train_on_ranks(tiny(tmp_path / "still", CYCLE.partition("--cycle-min")[0] + "--train-iters 8"))
+    train_on_ranks(tiny(tmp_path / "still", CYCLE.partition("--cycle-min")[0] + "--train-iters 8 --micro-batch-size 2"))
     cycled, still = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("cycled", "still"))
     assert "momentum" not in still[0]
     assert [line["learning_rate"] for line in cycled] == [line["learning_rate"] for line in still]

@@ -54,7 +54,7 @@ def run(place: Place, argv: list[str], hook: Hook) -> None:
 def three_runs(place: Place, folder: Path) -> list[dict[int, float]]:
     """One in the main thread, one that fails, and the failed one again in another thread, where a Ray worker runs."""
     first, failing, again = Seen(), Seen(raises_at=3), Seen()
-    layout = f"--dp {place.world_size} --deterministic-mode --async-save --save-interval 2"
+    layout = f"--dp {place.world_size} --deterministic-mode --async-save --save-interval 2 --micro-batch-size 2"
     with contextlib.redirect_stdout(io.StringIO()):
         before = state_of_the_process()
         run(place, tiny(folder / "a", layout), first)
@@ -70,7 +70,7 @@ def three_runs(place: Place, folder: Path) -> list[dict[int, float]]:
 
 
 def test_runs_follow_each_other_in_one_process_and_leave_it_as_it_was(tmp_path: Path) -> None:
-    train_on_ranks(tiny(tmp_path / "whole"))
+    train_on_ranks(tiny(tmp_path / "whole", "--micro-batch-size 2"))
     whole = {step: pytest.approx(seen.loss, rel=1e-5) for step, seen in steps_of(tmp_path / "whole").items()}
     (losses,) = run_ranks(1, three_runs, tmp_path / "one")
     assert losses[0] == whole
@@ -96,7 +96,7 @@ def two_runs(place: Place, folder: Path) -> list[dict[int, float]]:
     with contextlib.redirect_stdout(io.StringIO()):
         for number, hook in enumerate(seen):
             meeting = Place(**{**vars(place), "rendezvous": f"{place.rendezvous}_{number}"})
-            run(meeting, tiny(folder / str(number), "--tp 2"), hook)
+            run(meeting, tiny(folder / str(number), "--tp 2 --micro-batch-size 2"), hook)
     return [each.losses for each in seen]
 
 

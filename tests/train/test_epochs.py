@@ -38,7 +38,8 @@ def test_epochs_of_text_are_steps_of_which_the_last_is_filled_up_in_every_layout
     total, batch = ceil(0.25 * count), 8
     steps = ceil(total / batch)
     assert total % batch
-    flags = f"--num-epochs 0.25 --global-batch-size {batch} --lr-decay-style cosine --lr-warmup-fraction 0.2"
+    flags = f"--num-epochs 0.25 --global-batch-size {batch} --micro-batch-size 4"
+    flags += " --lr-decay-style cosine --lr-warmup-fraction 0.2"
     runs = {}
     for name, layout, ranks in (("1", "", 1), ("dp", "--dp 2", 2), ("tp", "--tp 2 --sequence-parallel", 2)):
         said_by = train_on_ranks(
@@ -58,7 +59,8 @@ def test_epochs_of_text_are_steps_of_which_the_last_is_filled_up_in_every_layout
 
 def test_a_resumed_run_keeps_its_epochs(text: Path, tmp_path: Path) -> None:
     count = samples(text).num_samples
-    flags, data = "--num-epochs 0.2 --global-batch-size 4 --save-interval 2", f"{TEXT} --data-path {text}"
+    flags = "--num-epochs 0.2 --global-batch-size 4 --micro-batch-size 2 --save-interval 2"
+    data = f"{TEXT} --data-path {text}"
     whole = train_on_ranks(epochs(tmp_path / "whole", flags, data=data))
     steps = ceil(ceil(0.2 * count) / 4)
     assert f"in {steps} steps" in whole

@@ -80,7 +80,7 @@ def switches(place: Place, argv: list[str]) -> tuple[bool, bool, bool]:
 
 def test_deterministic_mode_gives_the_same_numbers_on_a_cpu(tmp_path: Path) -> None:
     """Every operation of a run has a deterministic kernel, or torch would raise."""
-    flags = "--dp 2 --eval-iters 1 --position-embedding-type rope --swiglu --zero-stage 1"
+    flags = "--dp 2 --eval-iters 1 --position-embedding-type rope --swiglu --zero-stage 1 --train-iters 3"
     train_on_ranks(tiny(tmp_path / "plain", flags), world_size=2)
     for name in ("one", "two"):
         asked = f"{flags} --deterministic-mode --disable-bf16-reduced-precision-matmul"

@@ -54,7 +54,9 @@ TAGS = {
     *("iteration-time", "data-time", "throughput", "tokens-per-second"),
     *(f"lm loss {name}{ppl}" for name in ("second", "third", "test") for ppl in ("", " ppl")),
 }
-FLAGS = "--eval-iters 2 --eval-interval 4 --save-interval 4 --log-params-norm --log-num-zeros-in-grad"
+FLAGS = (
+    "--eval-iters 2 --eval-interval 4 --save-interval 4 --log-params-norm --log-num-zeros-in-grad --micro-batch-size 2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +283,7 @@ def plant_nan(after_step: int) -> None:
 def test_a_checkpoint_with_nan_is_not_written_and_replaces_none(tmp_path: Path, way: str, layout: str) -> None:
     run_dir = tmp_path / "run"
     # With copies compared, the run would end: the other holder of the tied embedding has no NaN.
-    flags = f"--no-check-for-nan-in-loss-and-grad --save-interval 1 --keep-last 2 {layout} {way}"
+    flags = f"--no-check-for-nan-in-loss-and-grad --save-interval 1 --keep-last 2 {layout} {way} --micro-batch-size 2"
     flags += " --check-replicas-interval 0"
     ended = run_job(tiny(run_dir, flags), tmp_path, plant=plant_nan, plant_args=(4,))
     assert ended.status == 1, ended

@@ -13,9 +13,9 @@ from test_load_hf import LLAMA, llama_tensors, run_of, write_model
 
 from megatronish.formats.convert import convert
 
-DENSE = f"--swiglu --disable-bias-linear --ffn-hidden-size 32 --normalization RMSNorm {NO_DROPOUT}"
+DENSE = f"--swiglu --disable-bias-linear --ffn-hidden-size 32 --normalization RMSNorm {NO_DROPOUT} --micro-batch-size 2"
 MIXTURE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
-UPCYCLED = f"{MIXTURE} --moe-use-upcycling --train-iters 6"
+UPCYCLED = f"{MIXTURE} --moe-use-upcycling --train-iters 4"
 LAYOUTS = [
     ("--dp 2 --ep 2", 2),
     ("--dp 2 --tp 2 --ep 4 --etp 1 --zero-stage 1", 4),
