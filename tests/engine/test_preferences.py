@@ -35,9 +35,7 @@ LAYOUTS = {
     "cp 2 a2a x dp 2, ZeRO 2": Spread(
         ParallelConfig(context_parallel_size=2, cp_comm_type="a2a", data_parallel_size=2, zero_stage=2)
     ),
-    "pp 2 x cp 2": Spread(
-        ParallelConfig(pipeline_model_parallel_size=2, context_parallel_size=2), micro_batch_size=3
-    ),
+    "pp 2 x cp 2": Spread(ParallelConfig(pipeline_model_parallel_size=2, context_parallel_size=2), micro_batch_size=3),
     "pp 2, zb-h1, recomputed": Spread(
         ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"), 2, FULL
     ),
