@@ -162,9 +162,8 @@ FURTHER = [
 ]
 """Each differs in one number from another case of its stage."""
 
-
 BATCHES = {1: 3, 2: 6, 3: 9, 4: 12, 6: 12}
-"""Samples of a step for each dp: three micro-batches, which is neither one nor twice the two of some formulas."""
+"""Samples of a step for each dp: three micro-batches (of six ranks two), as formulas have factors of one and two."""
 
 
 @pytest.mark.parametrize("case", some_of(CASES, [case for case in CASES if case not in FURTHER]))
