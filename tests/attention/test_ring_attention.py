@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -159,6 +159,7 @@ def found(request: pytest.FixtureRequest) -> list[Answers]:
     return run_ranks(request.param, all_cases)
 
 
+@cache
 def on_one_device(case: Case, seq_length: int, dtype: torch.dtype) -> list[Tensor]:
     """Computed in `dtype` from the numbers that the case's own dtype can hold."""
     whole = Tensors(*(x.to(dtype) for x in tensors_of(case, seq_length)))

@@ -121,7 +121,7 @@ OF_MODEL = (*GATED.split(), "--reset-attention-mask", "--reset-position-ids")
 @cache
 def alone(flags: str, adapter: AdapterConfig) -> Trained:
     """The same in one process."""
-    (found,) = run_ranks(1, train, flags, adapter)
+    (found,) = run_ranks(1, train, f"{flags} --global-batch-size 8 --micro-batch-size 8", adapter)
     return found
 
 

@@ -74,7 +74,7 @@ def train(place: Place, flags: str) -> Trained:
 
 @cache
 def alone(flags: str) -> Trained:
-    (found,) = run_ranks(1, train, flags)
+    (found,) = run_ranks(1, train, f"{flags} --micro-batch-size 8")
     return found
 
 
@@ -130,7 +130,7 @@ def test_experts_train_the_same_in_every_layout(model: str, layout: str) -> None
 
 
 def save_or_load(place: Place, flags: str, folder: Path, saves: bool) -> tuple[list[dict[str, float]], list[Tensor]]:
-    """Two steps, then a checkpoint; or a checkpoint, and two steps after it."""
+    """A step, then a checkpoint and two more steps; or these two after the checkpoint."""
     config, _ = read_config(tiny(Path("never-written"), flags))
     mesh = start_mesh(config, place)
     job = TrainingJob.open(config, mesh)
@@ -138,13 +138,13 @@ def save_or_load(place: Place, flags: str, folder: Path, saves: bool) -> tuple[l
     batches = job.batches_of(job.datasets.train)
     seen, tokens = [], []
     if not saves:
-        load_tensors(folder / "step_00000002", tensors_of(engine, with_optimizer=True), mesh=mesh)
+        load_tensors(folder / "step_00000001", tensors_of(engine, with_optimizer=True), mesh=mesh)
         engine.data_parallel.gather_parameters(frozen=True)
-        engine.optimizer.num_steps = 2
-    for step in range(4):
-        if saves and step == 2:
-            save_checkpoint(folder, step=2, tensors=tensors_of(engine, with_optimizer=True), state={}, mesh=mesh)
-        if not saves and step < 2:
+        engine.optimizer.num_steps = 1
+    for step in range(3):
+        if saves and step == 1:
+            save_checkpoint(folder, step=1, tensors=tensors_of(engine, with_optimizer=True), state={}, mesh=mesh)
+        if not saves and step < 1:
             continue
         result = engine.step(batches(8 * step, 8), num_steps_done=step, learning_rate=1e-2, weight_decay=0.1)
         seen.append({**result.metrics, "grad_norm": result.grad_norm})

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from engines import world_size_of
+from engines import in_few_micro_batches, world_size_of
 from jobs import tiny
 from ranks import run_ranks
 from sweeps import some_of
@@ -62,17 +62,17 @@ PAIRS = [(layout, list(LEARNING)[(number + more) % 5]) for number, layout in enu
 @cache
 def alone(flags: str, which: str) -> list[tuple[float, float]]:
     """The same in one process."""
-    (found,) = run_ranks(1, train, flags, which)
+    (found,) = run_ranks(1, train, f"{flags} --micro-batch-size 8", which)
     return found
 
 
 @pytest.mark.parametrize(("layout", "which"), some_of(PAIRS, PAIRS[:10:2]))
 def test_what_learns_around_frozen_parameters_is_the_same_in_every_layout(layout: str, which: str) -> None:
-    flags = "--num-layers 4 --lr 1e-2"
+    flags = "--num-layers 4 --lr 1e-2 --global-batch-size 8"
     untied = " --untie-embeddings-and-output-weights" if "--untie" in layout else ""
     expected = alone(flags + untied, which)
     assert expected[0][1] > 0 and expected[0][0] != expected[1][0]
-    flags = f"{flags} {layout}"
+    flags = in_few_micro_batches(f"{flags} {layout}")
     for found in run_ranks(world_size_of(flags), train, flags, which):
         for mine, theirs in zip(found, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5)

@@ -28,14 +28,16 @@ CASES = {
     "kto with a model": Case("kto", {"beta": 0.5, "reference": "model"}),
 }
 LAYOUTS = {
-    "dp 2 x tp 2": Spread(ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2, sequence_parallel=True)),
+    "dp 2 x tp 2": Spread(
+        ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2, sequence_parallel=True), micro_batch_size=3
+    ),
     "cp 2, micro-batches of 2": Spread(ParallelConfig(context_parallel_size=2), micro_batch_size=2),
     "cp 2 a2a x dp 2, ZeRO 2": Spread(
         ParallelConfig(context_parallel_size=2, cp_comm_type="a2a", data_parallel_size=2, zero_stage=2)
     ),
-    "pp 2 x cp 2": Spread(ParallelConfig(pipeline_model_parallel_size=2, context_parallel_size=2)),
+    "pp 2 x cp 2": Spread(ParallelConfig(pipeline_model_parallel_size=2, context_parallel_size=2), micro_batch_size=3),
     "pp 2, zb-h1, recomputed": Spread(
-        ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"), recompute=FULL
+        ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"), 2, FULL
     ),
     "dp 2, ZeRO 3, recomputed": Spread(ParallelConfig(data_parallel_size=2, zero_stage=3), 3, FULL),
     "dp 2, ZeRO 1": Spread(ParallelConfig(data_parallel_size=2, zero_stage=1)),
@@ -63,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @cache
 def alone(name: str, folder: str) -> Seen:
     """The same in one process."""
-    (found,) = run_ranks(1, one_step, CASES[name], Spread(), folder)
+    (found,) = run_ranks(1, one_step, CASES[name], Spread(micro_batch_size=6), folder)
     return found
 
 

@@ -1,7 +1,9 @@
 """A quantised base: its codes are those of the whole tensor in every layout; memory, loading, checkpoints, refusals."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from megatronish.launch.place import Place
 from megatronish.layers.quantised import QuantisedWeight
 from megatronish.model.quantised import quantised_weights
 from megatronish.ops.nf4 import dequantise, dequantise_scales, quantise, quantise_scales
-from megatronish.parallel.mesh import Axis
+from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.sharding import Piece, fill_initial
 from megatronish.train.base_model import draw_base
 from megatronish.train.checkpoint_state import base_tensors_of
@@ -90,10 +92,13 @@ def reads_as_whole(held: QuantisedWeight, local: torch.Tensor, whole: torch.Tens
     )
 
 
-def compare(place: Place, flags: str, adapter: AdapterConfig) -> int:
-    """Number of weights that were compared, bit for bit, with the quantisation of the whole ones."""
-    config = config_of(flags, adapter)
-    mesh = start_mesh(config, place)
+def compare(place: Place, flags: str, adapters: Sequence[AdapterConfig]) -> list[int]:
+    """Numbers of weights that were compared, bit for bit, with the quantisation of the whole ones."""
+    mesh = start_mesh(config_of(flags), place)
+    return [_compare(mesh, config_of(flags, adapter)) for adapter in adapters]
+
+
+def _compare(mesh: Mesh, config: Config) -> int:
     engine = build_engine(config, mesh, vocab_size=101)
     draw_base(engine, seed=1234)
     tensors, number = base_tensors_of(engine), 0
@@ -123,11 +128,11 @@ def compare(place: Place, flags: str, adapter: AdapterConfig) -> int:
     ],
 )
 def test_codes_and_scales_are_those_of_the_whole_tensor_in_every_layout(flags: str) -> None:
-    for number in run_ranks(world_size_of(flags), compare, flags, QLORA):
-        assert number == 2 * 4
-    run_ranks(world_size_of(flags), compare, flags, INT8)
+    adapters = [QLORA, INT8]
     if not flags.startswith(EXPERTS) and "--zero-stage 1" not in flags:
-        run_ranks(world_size_of(flags), compare, flags, replace(QLORA, double_quantization=False))
+        adapters.append(replace(QLORA, double_quantization=False))
+    for numbers in run_ranks(world_size_of(flags), compare, flags, adapters):
+        assert numbers == [2 * 4] * len(adapters)
 
 
 BYTES = "--hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 --num-layers 1 --bf16"
@@ -150,6 +155,13 @@ def bytes_of(place: Place, flags: str, adapter: AdapterConfig) -> tuple[float, f
     return of_linears / sum(sizes.values()), bytes_held()
 
 
+@cache
+def bytes_alone(adapter: AdapterConfig) -> tuple[float, float]:
+    """The same in one process."""
+    (found,) = run_ranks(1, bytes_of, BYTES, adapter)
+    return found
+
+
 @pytest.mark.parametrize(
     ("adapter", "expected"),
     [
@@ -162,9 +174,9 @@ def bytes_of(place: Place, flags: str, adapter: AdapterConfig) -> tuple[float, f
 def test_a_frozen_weight_takes_the_bytes_of_its_form_and_the_forecast_knows_it(
     adapter: AdapterConfig, expected: float
 ) -> None:
-    ((each, total),) = run_ranks(1, bytes_of, BYTES, adapter)
+    each, total = bytes_alone(adapter)
     assert each == pytest.approx(expected, abs=3e-4)
-    ((_, without),) = run_ranks(1, bytes_of, BYTES, replace(QLORA, quantize_base=None))
+    _, without = bytes_alone(replace(QLORA, quantize_base=None))
     assert without - total == pytest.approx((2.0 - expected) * 2_097_152, rel=5e-3, abs=5e4)
     config = config_of(BYTES, adapter)
     if adapter.quantize_base is not None:
@@ -244,13 +256,15 @@ FP16 = "--fp16 --initial-loss-scale 1024"  # without overflows
     ("precision", "tolerance"), some_of([("", 1e-5), (FP16, 2e-3)], [("", 1e-5)]), ids=["fp32", "fp16"]
 )
 def test_a_quantised_run_waits_in_the_memory_of_the_cpu(
-    tmp_path: Path, base: Path, precision: str, tolerance: float
+    tmp_path: Path, base: Path, tuned: tuple[Path, str], precision: str, tolerance: float
 ) -> None:
-    flags = f"{LORA} --quantize-base nf4 --load {base} {precision}"
-    for run, more, ranks in (("one", "", 1), ("two", OFFLOAD, 2)):
-        train_on_ranks(tiny(tmp_path / run, f"{flags} {more}"), world_size=ranks)
-    assert len(steps_of(tmp_path / "one")) == 4
-    for step, expected in steps_of(tmp_path / "one").items():
+    flags, alone = f"{LORA} --quantize-base nf4 --load {base} {precision}", tuned[0]
+    if precision:
+        alone = tmp_path / "one"
+        train_on_ranks(tiny(alone, flags))
+    train_on_ranks(tiny(tmp_path / "two", f"{flags} {OFFLOAD}"), world_size=2)
+    assert len(steps_of(alone)) == 4
+    for step, expected in steps_of(alone).items():
         assert steps_of(tmp_path / "two")[step] == pytest.approx(expected, rel=tolerance), step
 
 

@@ -53,8 +53,8 @@ def test_of_processes_that_start_together_one_builds(
     calls = tmp_path / "calls"
     monkeypatch.setenv("CXX", compiler_that(tmp_path, f'echo called >> {calls}; sleep 0.5; exec g++ "$@"'))
     code = "from megatronish.ops.native import native; n = native(); assert n.library is not None, n.reason"
-    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
-    assert [each.wait(120) for each in running] == [0, 0, 0]
+    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [each.wait(120) for each in running] == [0, 0]
     assert calls.read_text().splitlines() == ["called"]
     assert len(list(empty_cache.glob("*.so"))) == 1
 

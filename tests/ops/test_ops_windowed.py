@@ -162,6 +162,7 @@ def test_a_mistake_is_found(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
         find_compiler(),
         *cpp.FLAGS,
         *flags,
+        "-O1",  # the last level counts: a mistake is as wrong, and compiled in less time
         "-fopenmp",
         f"-I{path.parent}",
         tmp_path / "windowed.cpp",

@@ -149,8 +149,8 @@ for _ in range(2):
     update.step(learning_rate=0.5, weight_decay=0.0)
 print(float(master[0]), float(master[-1]))
 """
-SIZE, LIMIT = 48 * 2**20, 640 * 2**20
-"""192 MiB of gradients and 576 of masters and moments; torch takes about 250."""
+SIZE, LIMIT = 24 * 2**20, 480 * 2**20
+"""96 MiB of gradients and 288 of masters and moments; torch takes about 250."""
 
 
 @pytest.fixture

@@ -79,21 +79,23 @@ CHOSEN = ["lion, ZeRO-3", "z-loss, cp 2", "block, tp 2 sp", "everything"]
 @pytest.mark.parametrize("name", some_of(RUNS, CHOSEN))
 def test_what_a_plug_in_adds_trains_in_parallel_what_one_process_trains(tmp_path: Path, name: str) -> None:
     flags, layout, world_size = RUNS[name]
-    train_on_ranks(tiny(tmp_path / "one", f"{flags} --train-iters 3"))
+    train_on_ranks(tiny(tmp_path / "one", f"{flags} --train-iters 3 --micro-batch-size 4"))
     train_on_ranks(tiny(tmp_path / "many", f"{flags} --train-iters 3 {layout}"), world_size=world_size)
     assert_same_steps(tmp_path / "one", tmp_path / "many")
 
 
 def test_a_run_with_plug_ins_goes_on_in_another_layout(tmp_path: Path) -> None:
     """With Lion, whose momentum is in the checkpoint, and a hook that keeps a state."""
-    hook = f"{LION} {plug('early_stop')} --hook early_stop"
-    for folder, zero_stage, layout in (("whole", 0, ""), ("parts", 1, "--dp 2"), ("full", 3, "--dp 2")):
-        first = tiny(tmp_path / folder, f"{hook} --train-iters 2 {layout} --zero-stage {zero_stage}")
-        train_on_ranks(first, world_size=2 if layout else 1)
+    hook = f"{LION} {plug('early_stop')} --hook early_stop --micro-batch-size 2 --train-iters 4 --save-interval 2"
+    for folder, layout, size in (
+        ("whole", "", 1),
+        ("parts", "--dp 2 --zero-stage 1 --exit-interval 2", 2),
+        ("full", "--dp 2 --zero-stage 3 --exit-interval 2", 2),
+    ):
+        train_on_ranks(tiny(tmp_path / folder, f"{hook} {layout}"), world_size=size)
         assert state_of(tmp_path / folder, 2)["hooks"]["early_stop"]["best_step"] in (1, 2)
-    train_on_ranks(tiny(tmp_path / "whole", f"{hook} --train-iters 4"))
     for folder in ("parts", "full"):
-        output = train_on_ranks(tiny(tmp_path / folder, f"{hook} --train-iters 4 --tp 2"), world_size=2)
+        output = train_on_ranks(tiny(tmp_path / folder, f"{hook} --tp 2"), world_size=2)
         assert "continuing from" in output
         assert_same_steps(tmp_path / "whole", tmp_path / folder)
         mine, theirs = (lines_of(tmp_path / name / "best.jsonl") for name in (folder, "whole"))
@@ -261,14 +263,14 @@ def test_a_data_set_of_a_plug_in_trains_in_parallel_and_resumes(tmp_path: Path) 
     text.write_text(TEXT)
     data = f"{OWN_TEXT} --data-path 0.3 {text} 0.7 {text}"
     for folder, layout, world_size in (("one", "", 1), ("many", "--dp 2 --cp 2", 4)):
-        argv = tiny(tmp_path / folder, f"--train-iters 3 --eval-iters 1 {layout}", data=data)
+        argv = tiny(tmp_path / folder, f"--train-iters 2 --eval-iters 1 {layout}", data=data)
         assert "validation loss at" in train_on_ranks(argv, world_size=world_size)
     assert_same_steps(tmp_path / "one", tmp_path / "many")
-    again = tiny(tmp_path / "one", "--train-iters 4", data=data)
+    again = tiny(tmp_path / "one", "--train-iters 3", data=data)
     assert "continuing from" in train_on_ranks(again)
     text.write_text(TEXT.upper())
     with pytest.raises(AssertionError, match="this folder was started with other settings"):
-        train_on_ranks(tiny(tmp_path / "one", "--train-iters 5", data=data))
+        train_on_ranks(tiny(tmp_path / "one", "--train-iters 4", data=data))
 
 
 def test_a_data_set_of_a_plug_in_refuses_its_files_itself(tmp_path: Path) -> None:

@@ -20,20 +20,21 @@ MODEL = (
     "--moe-expert-capacity-factor 1.0 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--optimizer sgd --lr 1e-2 --train-iters 4"
 )
-EVALUATES = "--eval-interval 2 --eval-iters 2"
+EVALUATES = "--eval-interval 2 --eval-iters 1"
 SEEN = ("load_balancing_loss", "router_z_loss", "largest_expert_load", "num_idle_experts", "dropped_share")
 
 
-def run(folder: Path, flags: str) -> Path:
+def run(folder: Path, flags: str, *, draws: bool = False) -> Path:
     """The folder of a run with these flags."""
-    train_on_ranks(tiny(folder, flags), world_size=world_size_of(flags), draws=True)
+    flags = in_few_micro_batches(flags)
+    train_on_ranks(tiny(folder, flags), world_size=world_size_of(flags), draws=draws)
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of one process, with evaluations."""
-    return run(tmp_path_factory.mktemp("alone") / "run", f"{MODEL} {EVALUATES}")
+    return run(tmp_path_factory.mktemp("alone") / "run", f"{MODEL} {EVALUATES}", draws=True)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_every_layout_shows_and_evaluates_what_one_process_does(alone: Path, tmp_path: Path, layout: str) -> None:
-    folder = run(tmp_path / "run", in_few_micro_batches(f"{MODEL} {EVALUATES} {layout}"))
+    folder = run(tmp_path / "run", f"{MODEL} {EVALUATES} {layout}")
     assert read_lines(folder / "experts.jsonl") == read_lines(alone / "experts.jsonl")
     for mine, theirs in zip(*(read_lines(each / "metrics.jsonl") for each in (folder, alone)), strict=True):
         assert {name: mine[name] for name in SEEN} == pytest.approx({name: theirs[name] for name in SEEN}, rel=1e-6)

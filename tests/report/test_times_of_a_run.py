@@ -105,13 +105,13 @@ def test_a_killed_run_accounts_for_its_time_and_its_recovery(tmp_path: Path) -> 
         health = json.loads((run_dir / "health.json").read_text())
         assert health["phase"] == "step" and health["step"] >= 1 and abs(health["time"] - time.time()) < 60
         job.kill()
-    time.sleep(1.0)
+    time.sleep(0.5)
     before = json.loads((run_dir / "goodput.json").read_text())
     assert not before["has_ended"]
     output = train_on_ranks([*argv, "--exit-interval", "1"], world_size=2)
     after = json.loads((run_dir / "goodput.json").read_text())
     assert after["has_ended"] and after["counts"]["starts"] == 2 and len(after["recoveries"]) == 1
-    assert after["seconds"]["down"] >= 0.9 and "recovery, on average in" in output and " goodput " in output
+    assert after["seconds"]["down"] >= 0.4 and "recovery, on average in" in output and " goodput " in output
     line = read_lines(run_dir / "metrics.jsonl")[-1]
     assert 0 < line["goodput"] < 1
     assert os.getpid() != health["pid"]

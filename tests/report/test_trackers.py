@@ -134,25 +134,21 @@ def test_a_new_tracker_is_one_line_of_the_table_and_only_the_main_rank_has_it(tm
     assert found["ending"] == "stopped: --exit-interval is reached"
 
 
+def plant_first(folder: str) -> None:
+    """Planted in a job, which has imported no library of a tracker yet: modules of this folder come first."""
+    sys.path.insert(0, folder)
+
+
 def test_a_missing_library_is_one_line_and_ends_no_run(tmp_path: Path) -> None:
     for name in ("wandb", "mlflow"):
         (tmp_path / "missing" / name).mkdir(parents=True)
         (tmp_path / "missing" / name / "__init__.py").write_text("raise ImportError('planted')\n")
-    code = "import sys; from megatronish.commands.pretrain import main; sys.exit(main(sys.argv[1:]))"
     argv = tiny(tmp_path / "run", "--wandb-project p --mlflow-experiment e --train-iters 2")
-    root = str(Path(tracker_module.__file__).parents[3])
-    done = subprocess.run(
-        [sys.executable, "-c", code, *argv],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path / 'missing'}{os.pathsep}{root}"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_job(argv, tmp_path, plant=plant_first, plant_args=(str(tmp_path / "missing"),))
+    assert done.status == 0, done.errors
     for title, extra in (("W&B", "wandb"), ("MLflow", "mlflow")):
         line = f"{title} is off, and the run continues without it: {extra} is not installed; pip install 'megatronish"
-        assert done.stderr.count(line) == 1, done.stderr
+        assert done.errors.count(line) == 1, done.errors
     assert len(steps_of(tmp_path / "run")) == 2
 
 

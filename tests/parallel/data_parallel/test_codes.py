@@ -1,12 +1,13 @@
 """Tests of qgZ and qwZ: sums are within their bound, vectors are exact, and codes are what is sent."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engines import NO_DROPOUT, open_job, take_step, world_size_of
+from engines import NO_DROPOUT, in_few_micro_batches, take_step, world_size_of
 from jobs import steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from sweeps import further
@@ -14,6 +15,7 @@ from test_sharing_volume import group_of, tensors_in
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatronish.config.read import read_config
 from megatronish.estimate.costs.traffic import expected_traffic
 from megatronish.launch.place import Place
 from megatronish.parallel.block_codes import LARGEST_CODE, add_decoded, encode
@@ -21,6 +23,8 @@ from megatronish.parallel.bucketing import CODE_BLOCK, bytes_of_block
 from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
 from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.stages import Stages
+from megatronish.train.run import start_mesh
+from megatronish.train.setup import TrainingJob
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -84,9 +88,19 @@ class Kept(NamedTuple):
     values: Tensor
 
 
-def gradients_of(place: Place, flags: str) -> list[Kept]:
-    """What this rank keeps of each gradient after a step."""
-    job = open_job(place, flags)
+def jobs_of(place: Place, runs: Sequence[str]) -> Iterator[TrainingJob]:
+    """This rank's part of runs that have one layout, and meet once."""
+    configs = [read_config(tiny(Path("never-written"), flags))[0] for flags in runs]
+    mesh = start_mesh(configs[0], place)
+    return (TrainingJob.open(config, mesh) for config in configs)
+
+
+def gradients_of(place: Place, runs: Sequence[str]) -> list[list[Kept]]:
+    """What this rank keeps of each gradient after a step of each run."""
+    return [_gradients_of(job) for job in jobs_of(place, runs)]
+
+
+def _gradients_of(job: TrainingJob) -> list[Kept]:
     engine = job.build_engine()
     take_step(job, engine, 0)
     return [
@@ -97,7 +111,7 @@ def gradients_of(place: Place, flags: str) -> list[Kept]:
     ]
 
 
-def whole(ranks: list[list[Kept]]) -> dict[str, tuple[bool, Tensor]]:
+def whole(ranks: Iterable[list[Kept]]) -> dict[str, tuple[bool, Tensor]]:
     """{name: (is a vector, its gradient)}."""
     gradients: dict[str, tuple[bool, Tensor]] = {}
     for kept in (each for rank in ranks for each in rank):
@@ -109,13 +123,15 @@ def whole(ranks: list[list[Kept]]) -> dict[str, tuple[bool, Tensor]]:
 
 SIZES = "--hidden-size 48 --num-attention-heads 4 --ddp-bucket-size 4000 --global-batch-size 8"
 SMALL = f"{SIZES} {NO_DROPOUT} --clip-grad 0"
+TWELVE = f"{SIZES.replace('size 8', 'size 12')} {NO_DROPOUT}"
 CASES = [
     "--dp 2 --zero-stage 1",
     further("--dp 4 --zero-stage 2"),
-    "--dp 4 --zero-stage 3",
+    further("--dp 4 --zero-stage 3"),
     further("--dp 2 --zero-stage 1 --pp 2 --pipeline-schedule zb-h1"),
     "--dp 2 --zero-stage 2 --tp 2 --sequence-parallel --pp 2",
-    "--dp 2 --cp 2 --zero-stage 3 --tp 2 --sequence-parallel",
+    "--dp 2 --cp 2 --zero-stage 3",
+    further("--dp 2 --cp 2 --zero-stage 3 --tp 2 --sequence-parallel"),
     further("--dp 4 --dp-replicate 2 --zero-stage 1 --no-overlap-grad-reduce"),
     "--dp 4 --dp-replicate 2 --zero-stage 3 --bf16",
     "--dp 2 --ep 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear --zero-stage 2 --tp 2",
@@ -126,13 +142,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_vectors_are_exact_and_matrices_are_near(case: str) -> None:
-    flags = f"{case} {SMALL}"
-    exact = run_ranks(world_size_of(flags), gradients_of, flags)
-    for dtype, most in (("int8", 0.012), ("int4", 0.2)):
-        found = run_ranks(world_size_of(flags), gradients_of, f"{flags} --zero-quantized-gradients {dtype}")
+    flags = in_few_micro_batches(f"{case} {SMALL}")
+    runs = [flags, *(f"{flags} --zero-quantized-gradients {dtype}" for dtype in ("int8", "int4"))]
+    exact, *coded = map(whole, zip(*run_ranks(world_size_of(flags), gradients_of, runs), strict=True))
+    for dtype, most, gradients in zip(("int8", "int4"), (0.012, 0.2), coded, strict=True):
         errors = []
-        for name, (is_vector, gradient) in whole(found).items():
-            expected = whole(exact)[name][1]
+        for name, (is_vector, gradient) in gradients.items():
+            expected = exact[name][1]
             assert not gradient.isnan().any(), name
             if is_vector:
                 assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max())), name
@@ -155,9 +171,12 @@ class SentBytes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def send(place: Place, flags: str) -> tuple[Counter[str], dict[str, int]]:
-    """What the second step sends over the ranks that share, and what is expected."""
-    job = open_job(place, flags)
+def send(place: Place, runs: Sequence[str]) -> list[tuple[Counter[str], dict[str, int]]]:
+    """What the second step of each run sends over the ranks that share, and what is expected."""
+    return [_send(job) for job in jobs_of(place, runs)]
+
+
+def _send(job: TrainingJob) -> tuple[Counter[str], dict[str, int]]:
     engine = job.build_engine()
     take_step(job, engine, 0)
     group = job.mesh.domains["dense"].shard.group
@@ -172,8 +191,8 @@ def send(place: Place, flags: str) -> tuple[Counter[str], dict[str, int]]:
 
 @pytest.mark.parametrize("case", ["--dp 3 --zero-stage 1", "--dp 2 --zero-stage 2 --bf16", "--dp 3 --zero-stage 3"])
 def test_the_codes_are_what_is_sent(case: str) -> None:
-    flags = f"{case} {SIZES.replace('size 8', 'size 12')} {NO_DROPOUT} --zero-quantized-gradients int4"
-    for sent, expected in run_ranks(world_size_of(flags), send, flags):
+    flags = f"{in_few_micro_batches(f'{case} {TWELVE}')} --zero-quantized-gradients int4"
+    for ((sent, expected),) in run_ranks(world_size_of(flags), send, [flags]):
         assert sent["c10d::alltoall_base_"] == expected["all-to-all"] > 0
         assert sent["c10d::_reduce_scatter_base_"] == expected["reduce-scatter"] > 0  # of vectors
         assert expected["reduce-scatter"] < expected["all-to-all"]
@@ -184,9 +203,8 @@ WEIGHTS = "--zero-quantized-weights int8 --zero-quantized-weights-block 16"
 
 @pytest.mark.parametrize("case", ["--dp 3 --zero-stage 1", "--dp 2 --zero-stage 2 --bf16", "--dp 3 --zero-stage 3"])
 def test_weights_are_sent_as_codes(case: str) -> None:
-    flags = f"{case} {SIZES.replace('size 8', 'size 12')} {NO_DROPOUT}"
-    exact, coded = (run_ranks(world_size_of(flags), send, f"{flags} {more}") for more in ("", WEIGHTS))
-    for (sent, expected), (plain, _) in zip(coded, exact, strict=True):
+    flags = in_few_micro_batches(f"{case} {TWELVE}")
+    for (plain, _), (sent, expected) in run_ranks(world_size_of(flags), send, [flags, f"{flags} {WEIGHTS}"]):
         assert sent["c10d::_allgather_base_"] == expected["all-gather"] > 0
         width = 2 if "bf16" in case else 4
         assert sent["c10d::_allgather_base_"] < 1.1 * 20 / (16 * width) * plain["c10d::_allgather_base_"]
@@ -194,9 +212,9 @@ def test_weights_are_sent_as_codes(case: str) -> None:
 
 @pytest.mark.parametrize("codes", ["--zero-stage 2 --zero-quantized-gradients int8", f"--zero-stage 3 {WEIGHTS}"])
 def test_a_run_has_the_same_bits_again_and_when_it_is_resumed(codes: str, tmp_path: Path) -> None:
-    flags = f"{SIZES} --dp 2 {codes} --train-iters 4 --save-interval 2"
+    flags = in_few_micro_batches(f"{SIZES} --dp 2 {codes} --train-iters 3 --save-interval 1")
     train_on_ranks(tiny(tmp_path / "whole", flags), world_size=2)
-    train_on_ranks(tiny(tmp_path / "cut", f"{flags} --exit-interval 2"), world_size=2)
+    train_on_ranks(tiny(tmp_path / "cut", f"{flags} --exit-interval 1"), world_size=2)
     train_on_ranks(tiny(tmp_path / "cut", flags), world_size=2)
-    assert len(steps_of(tmp_path / "whole")) == 4
+    assert len(steps_of(tmp_path / "whole")) == 3
     assert steps_of(tmp_path / "whole") == steps_of(tmp_path / "cut")

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from engines import evaluated, open_job, take_step
-from jobs import run_job, started, steps_of, tiny, train_on_ranks
+from jobs import started, steps_of, tiny, train_on_ranks
 from planted_kills import kill_all_in_step
 from ranks import run_ranks
 from saved_runs import assert_same_bits
@@ -28,7 +28,7 @@ from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.train.checkpoint_state import tensors_of
 
 LARGE = "--hidden-size 96 --ffn-hidden-size 192 --global-batch-size 4"
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -195,15 +195,14 @@ def test_a_step_has_three_chunks_of_masters_and_moments_in_memory(tmp_path: Path
 
 def test_a_killed_run_leaves_nothing_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     offload = tmp_path / "disk"
-    flags = f"--dp 2 --zero-stage 3 {PARAMETERS} --save-interval 2 --log-interval 1"
-    whole = run_job(tiny(tmp_path / "whole", f"{flags} --train-iters 6"), tmp_path)
-    assert whole.status == 0, whole
-    argv = tiny(tmp_path / "run", f"{flags} --train-iters 6 --offload-folder {offload}")
-    with started(argv, tmp_path, plant=kill_all_in_step, plant_args=(4,)) as job:
+    flags = f"--dp 2 --zero-stage 3 {PARAMETERS} --save-interval 1 --log-interval 1 --train-iters 4"
+    train_on_ranks(tiny(tmp_path / "whole", flags), world_size=2)
+    argv = tiny(tmp_path / "run", f"{flags} --offload-folder {offload}")
+    with started(argv, tmp_path, plant=kill_all_in_step, plant_args=(2,)) as job:
         assert job.wait() == -signal.SIGKILL, job.told
     assert offload.is_dir() and not list(offload.iterdir())
-    again = run_job(argv, tmp_path)
-    assert again.status == 0, again
+    assert list(steps_of(tmp_path / "run")) == [1]
+    train_on_ranks(argv, world_size=2)
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
     assert not list(offload.iterdir())
 
@@ -211,16 +210,26 @@ def test_a_killed_run_leaves_nothing_and_goes_on_as_if_nothing_had_been(tmp_path
 SAVES = ["--async-save", "--save-replicated-interval 1 --local-save {copies}", ""]
 
 
+SAVED = f"--dp 2 --zero-stage 2 --bf16 {OPTIMIZER} --save-interval 1 --train-iters 4 --log-params-norm"
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in the CPU's memory."""
+    folder = tmp_path_factory.mktemp("memory") / "run"
+    train_on_ranks(tiny(folder, SAVED), world_size=2)
+    return folder
+
+
 @pytest.mark.parametrize("flags", some_of(SAVES, SAVES[:2]))
-def test_its_checkpoints_are_those_of_a_run_in_memory_and_load_without_a_disk(tmp_path: Path, flags: str) -> None:
-    common = f"--dp 2 --zero-stage 2 --bf16 {OPTIMIZER} --save-interval 2 --train-iters 4 --log-params-norm"
-    train_on_ranks(tiny(tmp_path / "memory", common), world_size=2)
-    there = f"{common} {flags.format(copies=tmp_path / 'copies')} --offload-folder {tmp_path / 'disk'}"
+def test_its_checkpoints_are_those_of_a_run_in_memory_and_load_without_a_disk(
+    tmp_path: Path, in_memory: Path, flags: str
+) -> None:
+    there = f"{SAVED} {flags.format(copies=tmp_path / 'copies')} --offload-folder {tmp_path / 'disk'}"
     (tmp_path / "disk").mkdir()
-    train_on_ranks(tiny(tmp_path / "run", there), world_size=2)
-    for step in ("step_00000002", "step_00000004"):
-        assert_same_bits(tmp_path / "memory" / "checkpoints" / step, tmp_path / "run" / "checkpoints" / step)
-    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "memory")
-    train_on_ranks(tiny(tmp_path / "run", common.replace("--train-iters 4", "--train-iters 6")), world_size=2)
-    train_on_ranks(tiny(tmp_path / "memory", common.replace("--train-iters 4", "--train-iters 6")), world_size=2)
-    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "memory")
+    train_on_ranks(tiny(tmp_path / "run", f"{there} --exit-interval 2"), world_size=2)
+    for step in ("step_00000001", "step_00000002"):
+        assert_same_bits(in_memory / "checkpoints" / step, tmp_path / "run" / "checkpoints" / step)
+    assert list(steps_of(tmp_path / "run")) == [1, 2]
+    train_on_ranks(tiny(tmp_path / "run", SAVED), world_size=2)
+    assert steps_of(tmp_path / "run") == steps_of(in_memory)

@@ -1,5 +1,6 @@
 """Tests of ZeRO-3: a rank keeps its rows alone, gathers each layer twice, and trains the same model as other stages."""
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engines import evaluated
+from engines import evaluated, world_size_of
 from jobs import run_job, steps_of, tiny, train_on_ranks
 from ranks import run_ranks
 from saved_runs import assert_same_bits
@@ -140,13 +141,13 @@ FULL = "--recompute-granularity full --recompute-num-layers 2"
 
 @pytest.mark.parametrize(("chunks", "recompute"), some_of(product((1, 2), ("", FULL)), [(1, ""), (2, FULL)]))
 def test_a_rank_keeps_rows_alone_and_gathers_each_unit_once_a_pass(recompute: str, chunks: int) -> None:
-    """Two layers and the rest of the stage, over four micro-batches; every forward of a chunk takes in the rest."""
+    """Two layers and the rest of the stage, over three micro-batches; every forward of a chunk takes in the rest."""
     interleaved = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
-    flags = f"--dp 3 --zero-stage 3 --global-batch-size 12 --num-layers 4 {recompute} {interleaved}"
+    flags = f"--dp 3 --zero-stage 3 --global-batch-size 9 --num-layers 4 {recompute} {interleaved}"
     ranks = run_ranks(3, keep, flags)
     for rank in ranks:
         assert rank.parameters == rank.masters == rank.gradients
-        units, micro_batches = 4 + chunks, 4
+        units, micro_batches = 4 + chunks, 3
         assert rank.gathers == 2 * units * micro_batches
         assert rank.reductions == units * micro_batches
     assert sum(rank.parameters for rank in ranks) == ranks[0].in_all
@@ -218,7 +219,7 @@ class PartlyFrozen(TransformerBlock):
     ],
 )
 def test_what_is_frozen_stays_and_the_rest_learns(layout: str) -> None:
-    flags = f"{SGD} --global-batch-size 6"
+    flags = f"{SGD} --global-batch-size 4"
     (before,) = run_ranks(1, initial, flags)
     (expected,) = run_ranks(1, run, flags, PartlyFrozen)
     world_size = read_config(tiny(Path("never-written"), f"{flags} {layout}")).config.layout.world_size
@@ -242,22 +243,24 @@ def test_verify_layout_takes_it_for_any_other_stage(tmp_path: Path, flags: str) 
     assert "trains the same model" in ended.output
 
 
-def test_a_run_whose_neighbours_keep_what_is_gathered_writes_the_same_run(tmp_path: Path) -> None:
-    """With evaluations, checks of replicas and saves in between; then it goes on in another layout, and in its own."""
+@pytest.mark.parametrize("layout", ["--dp 4", further("--dp 4 --cp 2 --dp-replicate 2")])
+def test_a_run_whose_neighbours_keep_what_is_gathered_writes_the_same_run(tmp_path: Path, layout: str) -> None:
+    """With evaluations, checks of replicas and saves in between; from another layout, resumed in its own, and back."""
     flags = "--zero-stage 3 --global-batch-size 8 --eval-interval 1 --eval-iters 1 --save-interval 2"
-    flags += " --check-replicas-interval 1"
-    plain = f"{flags} --dp 4 --cp 2 --dp-replicate 2"
-    kept = f"{plain} --zero-hpz-partition-size 2"
-    for name, layout in (("kept", kept), ("plain", plain)):
-        train_on_ranks(tiny(tmp_path / name, f"{layout} --train-iters 2"), world_size=8)
-    train_on_ranks(tiny(tmp_path / "kept", f"{flags} --dp 2 --train-iters 4"), world_size=2)
-    train_on_ranks(tiny(tmp_path / "plain", f"{flags} --dp 2 --train-iters 4"), world_size=2)
-    train_on_ranks(tiny(tmp_path / "kept", f"{kept} --train-iters 6"), world_size=8)
-    train_on_ranks(tiny(tmp_path / "plain", f"{plain} --train-iters 6"), world_size=8)
+    flags += " --check-replicas-interval 1 --train-iters 5"
+    plain = f"{flags} {layout} --exit-interval 4"
+    kept, size = f"{plain} --zero-hpz-partition-size 2", world_size_of(plain)
+    train_on_ranks(tiny(tmp_path / "kept", f"{flags} --dp 2 --exit-interval 1"), world_size=2)
+    shutil.copytree(tmp_path / "kept", tmp_path / "plain")
+    train_on_ranks(tiny(tmp_path / "plain", plain), world_size=size)
+    train_on_ranks(tiny(tmp_path / "kept", kept.replace("--exit-interval 4", "--exit-interval 3")), world_size=size)
+    train_on_ranks(tiny(tmp_path / "kept", kept), world_size=size)
     assert steps_of(tmp_path / "kept") == steps_of(tmp_path / "plain")
-    assert list(steps_of(tmp_path / "kept")) == [1, 2, 3, 4, 5, 6]
-    mine, other = (tmp_path / name / "checkpoints" / "step_00000006" for name in ("kept", "plain"))
+    assert list(steps_of(tmp_path / "kept")) == [1, 2, 3, 4]
+    mine, other = (tmp_path / name / "checkpoints" / "step_00000004" for name in ("kept", "plain"))
     assert_same_bits(mine, other)
+    train_on_ranks(tiny(tmp_path / "kept", f"{flags} --dp 2"), world_size=2)
+    assert list(steps_of(tmp_path / "kept")) == [1, 2, 3, 4, 5]
 
 
 def bytes_of_gradients(place: Place) -> tuple[int, int]:

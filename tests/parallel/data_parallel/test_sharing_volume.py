@@ -132,7 +132,7 @@ def times(stage: int, m: int) -> tuple[int, int]:
     return [(2, 0), (1, 1), (m, 1), (m, 2 * m)][stage]
 
 
-SMALL = f"--ddp-bucket-size 3000 --global-batch-size 12 {NO_DROPOUT}"
+SMALL = f"--ddp-bucket-size 3000 {NO_DROPOUT}"
 HPZ = "--dp 4 --zero-stage 3 --zero-hpz-partition-size 2"
 CASES = [
     *(f"--dp 3 --zero-stage {stage} --bf16" for stage in range(4)),
@@ -147,6 +147,7 @@ CASES = [
     "--dp 2 --zero-stage 3 --pp 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
     f"{HPZ} --bf16",
     f"{HPZ} --micro-batch-size 3 --recompute-granularity full",
+    f"{HPZ} --param-cpu-offload",
     f"{HPZ} --tp 2 --sequence-parallel --param-cpu-offload",
     f"{HPZ} --pp 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
     "--dp 6 --zero-stage 3 --zero-hpz-partition-size 3",
@@ -157,13 +158,17 @@ FURTHER = [
     "--dp 4 --zero-stage 1",
     *(f"--dp 4 --dp-replicate 2 --zero-stage {stage} --bf16" for stage in (1, 2)),
     *(f"--dp 2 --zero-stage {stage} --bf16 --grad-reduce-in-bf16" for stage in (0, 1, 3)),
+    f"{HPZ} --tp 2 --sequence-parallel --param-cpu-offload",
 ]
 """Each differs in one number from another case of its stage."""
+
+BATCHES = {1: 3, 2: 6, 3: 9, 4: 12, 6: 12}
+"""Samples of a step for each dp: three micro-batches (of six ranks two), as formulas have factors of one and two."""
 
 
 @pytest.mark.parametrize("case", some_of(CASES, [case for case in CASES if case not in FURTHER]))
 def test_a_rank_sends_what_the_formula_says(case: str) -> None:
-    flags = f"{case} {SMALL}"
+    flags = f"{case} {SMALL} --global-batch-size {BATCHES[int(case.split()[1])]}"
     for sent, shape, around in run_ranks(world_size_of(flags), send, flags):
         assert sent == formula(flags, shape, around)
 

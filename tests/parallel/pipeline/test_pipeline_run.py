@@ -283,7 +283,7 @@ def cases_of(schedule: str, num_stages: int) -> list[Case]:
     found = []
     for num_chunks in (chosen.num_chunks,) if chosen.num_chunks else (1, 2, 3):
         size: dict[str, int] = {"num_stages": num_stages, "num_chunks": num_chunks}
-        for m in (1, 2, 3, 8):
+        for m in (1, 2, 3, 5):
             found.append(Case(chosen.plan(num_microbatches=m, **size), chosen.place(**size), m))
     return found
 

@@ -86,13 +86,13 @@ def test_no_schedule_is_slower_than_one_f_one_b_or_holds_more_than_all(name: str
 def test_a_schedule_is_a_pure_function_and_quick(name: str) -> None:
     schedule = SCHEDULES[name]
     chunks = schedule.num_chunks or 4
-    plans, seconds = [], []
-    for _ in range(2):
+    for number in range(2):
         start = time.thread_time()
-        plans.append(schedule.plan(num_stages=64, num_microbatches=512, num_chunks=chunks))
-        seconds.append(time.thread_time() - start)
-    assert min(seconds) < 2  # one of them may meet the collector of garbage of all tests before
-    assert plans[0] == plans[1]
+        schedule.plan(num_stages=64, num_microbatches=512, num_chunks=chunks)
+        if time.thread_time() - start < 2:
+            break
+        assert number == 0  # which may meet the collector of garbage of all tests before
+    assert len({str(schedule.plan(num_stages=16, num_microbatches=128, num_chunks=chunks)) for _ in range(2)}) == 1
     assert len(schedule.place(num_stages=64, num_chunks=chunks)) == 64 * chunks
 
 
