@@ -3,16 +3,14 @@
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from paths import ROOT
 from plugged import EXAMPLES, forgotten
+from scripts import run_script
 
 from megatronish.commands.finetune import with_start
 from megatronish.commands.main import COMMANDS as COMMANDS_OF_MEGATRONISH
@@ -93,13 +91,11 @@ def of_command() -> list[list[str]]:
     return found
 
 
-def run(words: list[str]) -> str:
+def run(words: list[str], folder: Path) -> str:
     """What a script prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = run_script(words, folder)
+    assert done.status == 0, done.errors
+    return done.output
 
 
 def world_size(words: list[str]) -> int | None:
@@ -153,15 +149,16 @@ def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch:
     assert not [problem for problem in problems if "not exist" not in problem]  # the reader's own files are not here
 
 
-@cache
-def help_of(script: str) -> str:
-    return run([script, "--help"])
-
-
-@pytest.mark.parametrize("words", of_script("tools/"), ids=" ".join)
-def test_every_tool_knows_the_flags_it_is_shown_with(words: list[str]) -> None:
-    known = set(re.findall(r"--[\w-]+", help_of(words[0])))
-    assert not {word for word in words[1:] if word.startswith("--")} - known
+def test_every_tool_knows_the_flags_it_is_shown_with(tmp_path: Path) -> None:
+    shown = of_script("tools/")
+    known = {
+        script: {*re.findall(r"--[\w-]+", run([script, "--help"], tmp_path))}
+        for script in {words[0] for words in shown}
+    }
+    unknown = {
+        " ".join(words): {word for word in words[1:] if word.startswith("--")} - known[words[0]] for words in shown
+    }
+    assert not {command: flags for command, flags in unknown.items() if flags}
 
 
 @pytest.mark.parametrize(
@@ -281,9 +278,9 @@ def fullest_stage(config: Config, vocab_size: int, *, device: Literal["cpu", "cu
     return format_bytes(max(stage.total for stage in expected))
 
 
-def test_the_drawn_schedule_is_what_the_tool_draws() -> None:
+def test_the_drawn_schedule_is_what_the_tool_draws(tmp_path: Path) -> None:
     (words,) = (words for words in of_script("tools/draw_schedule") if "4" in words and "8" in words)
-    assert run(words).strip() in (ROOT / "docs" / "GUIDE.md").read_text(encoding="utf-8")
+    assert run(words, tmp_path).strip() in (ROOT / "docs" / "GUIDE.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -292,7 +289,8 @@ def test_the_cookbook_shows_every_plug_in_as_it_is(path: Path) -> None:
     assert f"({os.path.relpath(path, ROOT / 'docs')})\n\n```python\n{path.read_text(encoding='utf-8')}```\n" in page
 
 
-def test_the_example_trains() -> None:
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(["examples/custom_model.py"]))]
+def test_the_example_trains(tmp_path: Path) -> None:
+    printed = run(["examples/custom_model.py"], tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 6
     assert losses[-1] < 0.6 * losses[0]
