@@ -7,6 +7,7 @@ How it starts where nothing is imported is for `subprocess`.
 import contextlib
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -64,6 +65,7 @@ def run_file(path: str, argv: list[str]) -> int:
 
 def enter(folder: Path, pipe: Path | None) -> None:
     """Of the process: where it runs, and what it reads."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who starts the tests in the background has it ignored
     os.environ["COLUMNS"] = "200"
     os.chdir(folder)
     os.dup2(os.open(pipe or os.devnull, os.O_RDONLY), 0)
