@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -212,6 +213,13 @@ OTHER_FLAGS_IN = ("COMING_FROM.md", "CONVERT.md", "DESIGN.md", "FLAGS.md", "GLOS
 """Documents that name flags of other frameworks, or of earlier versions."""
 
 
+@cache
+def all_code() -> str:
+    """The text of all files of Python in which a flag may be declared."""
+    places = [path for name in ("tools", "benchmarks", "tests", "megatronish") for path in (ROOT / name).rglob("*.py")]
+    return "".join(path.read_text(encoding="utf-8") for path in places if path.name != "test_docs.py")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_flag_in_a_text_exists(document: Path) -> None:
@@ -220,8 +228,7 @@ def test_every_flag_in_a_text_exists(document: Path) -> None:
     text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     named = {flag for code in re.findall(r"`([^`]+)`", text) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", code)}
     fields = {flag for field in FIELDS.values() for flag in (field.flag, *field.aliases)}
-    places = [path for name in ("tools", "benchmarks", "tests", "megatronish") for path in (ROOT / name).rglob("*.py")]
-    code = "".join(path.read_text(encoding="utf-8") for path in places if path.name != "test_docs.py")
+    code = all_code()
     declared = {flag for flag in named if f'"{flag}"' in code or f"    {flag[2:].replace('-', '_')}: " in code}
     known = fields | {flag.replace("--", "--no-", 1) for flag in fields} | declared | OTHER_PROGRAMS
     unknown = named - known
