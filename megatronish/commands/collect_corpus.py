@@ -6,10 +6,11 @@ hashes), so that any run of lines is a fair mixture: a validation split at the e
 
 import hashlib
 import json
+import os
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -39,13 +40,18 @@ class CorpusArguments:
 
 def sources(root: Path) -> list[tuple[str, Path | None]]:
     """Names of all texts, and their files; a documentation topic has none."""
-    files = [
-        (path.relative_to(root).as_posix(), path)
-        for path in root.rglob("*.py")
-        if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts) and not path.name.startswith(SKIPPED_FILES)
-    ]
+    files = [(path.relative_to(root).as_posix(), path) for path in _python_files(root)]
     all_sources: list[tuple[str, Path | None]] = [*files, *((f"topics/{topic}.txt", None) for topic in topics)]
     return sorted(all_sources, key=lambda source: hashlib.sha256(source[0].encode()).digest())
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    """The files of Python below a folder. Skipped folders are not entered: one of them may hold all of torch."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        yield from (
+            Path(folder) / name for name in names if name.endswith(".py") and not name.startswith(SKIPPED_FILES)
+        )
 
 
 def read(name: str, path: Path | None) -> str:

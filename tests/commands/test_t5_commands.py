@@ -73,12 +73,14 @@ def test_what_continues_a_text_refuses_a_t5(tmp_path: Path, data: str) -> None:
 
 # pairs of texts
 
+LETTERS = "abcd"
+
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: Any) -> Path:
     """Files of pairs, a letter and its neighbour, to train and to validate on."""
     folder = tmp_path_factory.mktemp("pairs")
-    lines = [{"input": letter, "target": chr(ord(letter) + 1)} for letter in "abcdefgh"]
+    lines = [{"input": letter, "target": chr(ord(letter) + 1)} for letter in LETTERS]
     for name in ("train", "valid"):
         write_lines(folder / f"{name}.jsonl", lines)
     return folder
@@ -102,26 +104,26 @@ def test_a_model_of_hugging_face_learns_pairs_and_answers(tmp_path: Path, pairs:
     to_hf(base, tmp_path / "hf")
     flags = (
         f"--load-hf {tmp_path / 'hf'} --encoder-seq-length 8 --decoder-seq-length 4 --micro-batch-size 2 "
-        f"--global-batch-size 8 --num-epochs 60 --lr 2e-2 --lr-decay-style constant --eval-iters 1 "
-        f"--eval-interval 30 --device cpu --hidden-dropout 0 --attention-dropout 0 --vocab-extra-ids 8 --run-dir {run}"
+        f"--global-batch-size 4 --num-epochs 40 --lr 3e-2 --lr-decay-style constant --eval-iters 1 "
+        f"--eval-interval 20 --device cpu --hidden-dropout 0 --attention-dropout 0 --vocab-extra-ids 8 --run-dir {run}"
     )
     shown = train_on_ranks(with_t5([*of_pairs(pairs, "--dp 2").split(), *flags.split()]), world_size=2)
     steps, evaluations = steps_of(run), read_lines(run / "evaluations.jsonl")
-    assert len(steps) == 60 and steps[60].loss < 0.5 < steps[1].loss
+    assert len(steps) == 40 and steps[40].loss < 0.5 < steps[1].loss
     assert evaluations[-1]["loss"] < 0.5 and "format input_target" in shown
     trained = load_model(run).model
-    asked = [[ord(letter), 256] for letter in "abcdefgh"]
+    asked = [[ord(letter), 256] for letter in LETTERS]
     told: list[list[int]] = [[] for _ in asked]
     greedy = Sampling(temperature=0.0)
     for row, token in generate(
         trained, asked, num_tokens=4, seq_length=8, sampling=greedy, stops={256}, decoder_start=256
     ):
         told[row] += [] if token is None else [token]
-    assert told == [[ord(letter) + 1] for letter in "abcdefgh"]
+    assert told == [[ord(letter) + 1] for letter in LETTERS]
 
     # Adam would turn rounding noise of gradients that are nearly zero into whole steps.
-    flags = flags.replace("--lr 2e-2", "--optimizer sgd --lr 0.5")
-    adapted = flags.replace(str(run), str(tmp_path / "lora")).replace("--num-epochs 60", "--num-epochs 6")
+    flags = flags.replace("--lr 3e-2", "--optimizer sgd --lr 0.5")
+    adapted = flags.replace(str(run), str(tmp_path / "lora")).replace("--num-epochs 40", "--num-epochs 4")
     losses = []
     for layout in ("--dp 2", "--tp 2 --dp 1 --sequence-parallel", "--pp 2 --dp 1"):
         one = adapted.replace(str(tmp_path / "lora"), str(tmp_path / layout.replace(" ", "")))

@@ -2,23 +2,26 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 import pickle
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+from dying_tokenizers import DyingOnArrival, DyingTokenizer, dying_at_its_start, missing_in_workers
+from jobs import Finished
 from paths import ROOT
 from ranks import is_running, wait_until
+from scripts import run_script
 
 from megatronish.commands.preprocess import (
     PreprocessArguments,
@@ -35,15 +38,6 @@ from megatronish.data.readers import BATCH_BYTES
 from megatronish.tokenizer.tokenizer import BytesTokenizer, build_tokenizer
 
 
-class DyingTokenizer(BytesTokenizer):
-    """Its process is killed, as by the kernel when memory is short, at a text that says so."""
-
-    def encode(self, text: str) -> list[int]:
-        if text == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode(text)
-
-
 def write_lines(path: Path, lines: Sequence[str]) -> Path:
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
@@ -58,42 +52,10 @@ def documents(prefix: Path) -> list[list[int]]:
     return [file.document(number).tolist() for number in range(file.num_documents)]
 
 
-def dying_at_its_start() -> BytesTokenizer:
-    """A tokenizer whose building ends a worker; the parent builds it."""
-    if multiprocessing.parent_process() is not None:
-        os._exit(9)
-    return BytesTokenizer()
-
-
-class DyingOnArrival:
-    """A function that ends the worker that it is sent to, before the worker can do anything."""
-
-    def __call__(self) -> BytesTokenizer:
-        return BytesTokenizer()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os._exit, (9,))
-
-
-def missing_in_workers() -> BytesTokenizer:
-    """A tokenizer whose file is gone by the time a worker reads it."""
-    if multiprocessing.parent_process() is not None:
-        raise FileNotFoundError("tokenizer.json is not there")
-    return BytesTokenizer()
-
-
-class Outcome(NamedTuple):
+def tool(*arguments: object) -> Finished:
     """How a run of the tool ended."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-def tool(*arguments: object) -> Outcome:
-    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *map(str, arguments)]
-    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        return run_script(["tools/preprocess_data.py", *arguments], Path(folder))
 
 
 def test_texts_become_documents_that_end(tmp_path: Path) -> None:
@@ -249,7 +211,7 @@ def test_workers_know_the_tokenizer_of_a_plug_in(tmp_path: Path) -> None:
     plugin = ROOT / "examples" / "plugins" / "characters.py"
     options = ("--tokenizer-type", "characters", "--tokenizer-model", tmp_path / "alphabet.txt", "--plugin", plugin)
     done = tool("--input", source, "--output-prefix", tmp_path / "p", "--workers", "2", *options)
-    assert done.status == 0, done.stderr
+    assert done.status == 0, done.errors
     assert documents(tmp_path / "p_text_document") == [[0, 1, 2], [1, 0]]
 
 
@@ -271,7 +233,7 @@ def test_a_run_with_bad_lines_says_so_last(tmp_path: Path) -> None:
     options = ("--input", source, "--output-prefix", tmp_path / "p", "--tokenizer-type", "bytes")
     done = tool(*options)
     assert done.status == 0
-    assert done.stderr.splitlines()[-1] == "5 of 11 lines were bad and were left out"
+    assert done.errors.splitlines()[-1] == "5 of 11 lines were bad and were left out"
     assert len(documents(tmp_path / "p_text_document")) == 6
 
 
@@ -280,11 +242,11 @@ def test_too_many_bad_lines_are_an_error_and_nothing_is_written(tmp_path: Path) 
     options = ("--input", source, "--output-prefix", tmp_path / "p", "--tokenizer-type", "bytes")
     done = tool(*options)
     assert done.status == 2
-    assert f"error: 6 of 11 lines of {source} are bad, more than --max-bad-fraction 0.5 of them, and" in done.stderr
+    assert f"error: 6 of 11 lines of {source} are bad, more than --max-bad-fraction 0.5 of them, and" in done.errors
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
     assert tool(*options, "--max-bad-fraction", "0.6").status == 0
-    assert "6 of 11 lines were bad" in tool(*options, "--max-bad-fraction", "1").stderr
-    assert "--max-bad-fraction 2.0 must be at least 0 and at most 1" in tool(*options, "--max-bad-fraction", "2").stderr
+    assert "6 of 11 lines were bad" in tool(*options, "--max-bad-fraction", "1").errors
+    assert "--max-bad-fraction 2.0 must be at least 0 and at most 1" in tool(*options, "--max-bad-fraction", "2").errors
 
 
 def test_a_key_may_be_inside_of_another(tmp_path: Path) -> None:
@@ -328,7 +290,7 @@ def test_the_tool_takes_a_command_line_of_megatron(tmp_path: Path) -> None:
     options = ("--input", source, "--output-prefix", tmp_path / "p", "--tokenizer-type", "bytes", "--workers", "1")
     done = tool(*options, "--dataset-impl", "mmap", "--partitions", "1", "--log-interval", "1000")
     assert done.status == 0
-    assert "note: --partitions 1 is idle: " in done.stderr
+    assert "note: --partitions 1 is idle: " in done.errors
     assert tool(*options, "--partition", "1").status == 2
 
 
@@ -408,8 +370,8 @@ def test_the_tool_tells_what_it_did_and_how_it_ended(tmp_path: Path) -> None:
 
     done = tool("--input", good, bad, *options)
     assert done.status == 0
-    assert re.search(r"3 documents \| 8 tokens \| [\d,]+ tokens/s \| 1 bad lines", done.stdout)
-    assert f"bad line {bad}:2: " in done.stderr
+    assert re.search(r"3 documents \| 8 tokens \| [\d,]+ tokens/s \| 1 bad lines", done.output)
+    assert f"bad line {bad}:2: " in done.errors
 
     for arguments, message in [
         (("--input", bad, *options, "--strict"), f"error: {bad}:2: "),
@@ -427,8 +389,8 @@ def test_the_tool_tells_what_it_did_and_how_it_ended(tmp_path: Path) -> None:
     ]:
         failed = tool(*arguments)
         assert failed.status == 2
-        assert message in failed.stderr
-        assert "Traceback" not in failed.stderr
+        assert message in failed.errors
+        assert "Traceback" not in failed.errors
 
 
 def test_a_disk_that_takes_no_more_is_told_with_the_file_and_leaves_nothing(tmp_path: Path) -> None:
@@ -449,10 +411,7 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file_and_leaves_nothing(tmp_
 
 
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    source = write_texts(tmp_path / "x.jsonl", ["x" * 1000] * 60_000)
-    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(source), "--workers", "2"]
-    command += ["--output-prefix", str(tmp_path / "p"), "--tokenizer-type", "bytes"]
-    parent = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    parent = endless_tool(tmp_path, workers=2)
     assert wait_until(lambda: len(children_of(parent.pid)) > 2)  # two workers, and Python's resource tracker
     children = children_of(parent.pid)
     parent.kill()

@@ -3,8 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Literal
 import pytest
 from paths import ROOT
 from plugged import EXAMPLES, forgotten
+from scripts import run_script
 
 from megatronish.commands.finetune import with_start
 from megatronish.commands.main import COMMANDS as COMMANDS_OF_MEGATRONISH
@@ -93,13 +92,11 @@ def of_command() -> list[list[str]]:
     return found
 
 
-def run(words: list[str]) -> str:
+def run(words: list[str], folder: Path) -> str:
     """What a script prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = run_script(words, folder)
+    assert done.status == 0, done.errors
+    return done.output
 
 
 def world_size(words: list[str]) -> int | None:
@@ -153,15 +150,16 @@ def test_every_training_command_is_a_sound_config(words: list[str], monkeypatch:
     assert not [problem for problem in problems if "not exist" not in problem]  # the reader's own files are not here
 
 
-@cache
-def help_of(script: str) -> str:
-    return run([script, "--help"])
-
-
-@pytest.mark.parametrize("words", of_script("tools/"), ids=" ".join)
-def test_every_tool_knows_the_flags_it_is_shown_with(words: list[str]) -> None:
-    known = set(re.findall(r"--[\w-]+", help_of(words[0])))
-    assert not {word for word in words[1:] if word.startswith("--")} - known
+def test_every_tool_knows_the_flags_it_is_shown_with(tmp_path: Path) -> None:
+    shown = of_script("tools/")
+    known = {
+        script: {*re.findall(r"--[\w-]+", run([script, "--help"], tmp_path))}
+        for script in {words[0] for words in shown}
+    }
+    unknown = {
+        " ".join(words): {word for word in words[1:] if word.startswith("--")} - known[words[0]] for words in shown
+    }
+    assert not {command: flags for command, flags in unknown.items() if flags}
 
 
 @pytest.mark.parametrize(
@@ -215,6 +213,13 @@ OTHER_FLAGS_IN = ("COMING_FROM.md", "CONVERT.md", "DESIGN.md", "FLAGS.md", "GLOS
 """Documents that name flags of other frameworks, or of earlier versions."""
 
 
+@cache
+def all_code() -> str:
+    """The text of all files of Python in which a flag may be declared."""
+    places = [path for name in ("tools", "benchmarks", "tests", "megatronish") for path in (ROOT / name).rglob("*.py")]
+    return "".join(path.read_text(encoding="utf-8") for path in places if path.name != "test_docs.py")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_flag_in_a_text_exists(document: Path) -> None:
@@ -223,8 +228,7 @@ def test_every_flag_in_a_text_exists(document: Path) -> None:
     text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     named = {flag for code in re.findall(r"`([^`]+)`", text) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", code)}
     fields = {flag for field in FIELDS.values() for flag in (field.flag, *field.aliases)}
-    places = [path for name in ("tools", "benchmarks", "tests", "megatronish") for path in (ROOT / name).rglob("*.py")]
-    code = "".join(path.read_text(encoding="utf-8") for path in places if path.name != "test_docs.py")
+    code = all_code()
     declared = {flag for flag in named if f'"{flag}"' in code or f"    {flag[2:].replace('-', '_')}: " in code}
     known = fields | {flag.replace("--", "--no-", 1) for flag in fields} | declared | OTHER_PROGRAMS
     unknown = named - known
@@ -281,9 +285,9 @@ def fullest_stage(config: Config, vocab_size: int, *, device: Literal["cpu", "cu
     return format_bytes(max(stage.total for stage in expected))
 
 
-def test_the_drawn_schedule_is_what_the_tool_draws() -> None:
+def test_the_drawn_schedule_is_what_the_tool_draws(tmp_path: Path) -> None:
     (words,) = (words for words in of_script("tools/draw_schedule") if "4" in words and "8" in words)
-    assert run(words).strip() in (ROOT / "docs" / "GUIDE.md").read_text(encoding="utf-8")
+    assert run(words, tmp_path).strip() in (ROOT / "docs" / "GUIDE.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -292,7 +296,8 @@ def test_the_cookbook_shows_every_plug_in_as_it_is(path: Path) -> None:
     assert f"({os.path.relpath(path, ROOT / 'docs')})\n\n```python\n{path.read_text(encoding='utf-8')}```\n" in page
 
 
-def test_the_example_trains() -> None:
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(["examples/custom_model.py"]))]
+def test_the_example_trains(tmp_path: Path) -> None:
+    printed = run(["examples/custom_model.py"], tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 6
     assert losses[-1] < 0.6 * losses[0]

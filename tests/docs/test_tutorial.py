@@ -1,14 +1,13 @@
 """Test of docs/TUTORIAL.md: all of its commands, run in order in an empty folder, at smaller sizes."""
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from paths import ROOT
+from scripts import run_script
 
 PAGE = (ROOT / "docs" / "TUTORIAL.md").read_text(encoding="utf-8")
 
@@ -34,31 +33,20 @@ def page_commands() -> list[str]:
     return [line for line in lines if line != "make venv"]
 
 
-def smaller(command: str) -> list[str] | str:
-    """A command of the page at smaller sizes: words, or for the shell a text."""
-    if not command.startswith("python "):
-        return command
-    words = [sys.executable, *shlex.split(command)[1:]]
+def smaller(command: str) -> list[str]:
+    """The words of a command of the page after `python`, at smaller sizes."""
+    words = shlex.split(command)[1:]
     words = [SMALLER.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     return words + SMALL_MODEL if "examples/tutorial.toml" in words else words
 
 
 def run(command: str, folder: Path) -> str:
     """What a command of the page prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    words = smaller(command)
-    done = subprocess.run(
-        words,
-        shell=isinstance(words, str),
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout + done.stderr
+    if not command.startswith("python "):
+        return subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True).stdout
+    done = run_script(smaller(command), folder / "printed", at=folder, draws=True)
+    assert done.status == 0, f"{command}\n{done.output[-3000:]}\n{done.errors[-3000:]}"
+    return done.output + done.errors
 
 
 @pytest.mark.processes

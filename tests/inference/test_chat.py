@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -13,9 +11,9 @@ import pytest
 import torch
 from chat_models import IM, write_adapter, write_chat_model
 from chat_tokenizers import said
-from jobs import tiny, train_on_ranks
-from paths import ROOT
-from ranks import run_ranks
+from jobs import Finished, tiny, train_on_ranks
+from ranks import run_ranks, wait_until
+from scripts import run_script, started_script
 from sweeps import some_of
 
 from megatronish.commands.main import COMMANDS
@@ -114,54 +112,50 @@ def test_generation_applies_the_adapter_of_this_name(models: Models, capsys: pyt
     assert len({a, b, second, none}) == 4
 
 
-def conversation(folder: Path, models: Models, lines: str, flags: str = "") -> subprocess.CompletedProcess[bytes]:
+def conversation(folder: Path, models: Models, lines: str, flags: str = "") -> Finished:
     """`tools/chat.py` with lines through a pipe."""
-    words = [sys.executable, str(ROOT / "tools" / "chat.py"), "--load", str(models.base), *GREEDY.split()]
+    words = ["tools/chat.py", "--load", models.base, *GREEDY.split()]
     for name, path in models.adapters.items():
         words += ["--adapter", f"{name}={path}"]
-    return subprocess.run([*words, *flags.split()], input=lines.encode(), capture_output=True, cwd=folder, timeout=120)
+    return run_script([*words, *flags.split()], folder, text=lines)
 
 
 def test_a_chat_through_pipes_is_the_same_in_every_layout(tmp_path: Path, models: Models) -> None:
     lines = "héllo\n\n/adapter b\nagain\n/adapter none\n/reset\nhéllo\n/adapter c\n/help\n"
     one = conversation(tmp_path, models, lines)
-    assert one.returncode == 0, one.stderr.decode()
-    told = one.stderr.decode().splitlines()
+    assert one.status == 0, one.errors
+    told = one.errors.splitlines()
     # Two notes come first: adapters in PEFT's format do not record their base's weights.
     first = "with the adapter a; /reset forgets the chat, /adapter NAME (or none) changes the adapter, /quit ends"
     assert any(line.endswith(first) for line in told[:3]), told
     assert "adapter c is not loaded; there are a, b and none" in told
     assert any(line.startswith("/help is no command") for line in told)
     four = conversation(tmp_path, models, f"{lines}/quit\nnot read\n", "--tp 2 --pp 2")
-    assert (four.returncode, four.stdout) == (0, one.stdout), four.stderr.decode()
+    assert (four.status, four.output) == (0, one.output), four.errors
 
 
 @pytest.mark.parametrize("layout", some_of(["", "--tp 2"], ["--tp 2"]))
-def test_ctrl_c_stops_the_answer_and_not_the_chat(models: Models, layout: str) -> None:
-    words = [sys.executable, str(ROOT / "tools" / "chat.py"), "--load", str(models.base), "--num-tokens", "2000"]
-    process = subprocess.Popen(
-        [*words, "--device", "cpu", *layout.split()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdin and process.stdout and process.stderr
-        process.stdin.write(b"hello\n")
-        process.stdin.flush()
-        assert process.stdout.read(1)  # the answer has begun
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the launcher and all ranks
-        assert b"/quit ends" in process.stderr.readline()
-        assert process.stderr.readline() == b"stopped\n"
+def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path, models: Models, layout: str) -> None:
+    words = ["tools/chat.py", "--load", models.base, "--num-tokens", 2000, "--device", "cpu", *layout.split()]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with started_script(words, tmp_path, pipe=pipe) as chat, pipe.open("w") as lines:
+        print("hello", file=lines, flush=True)
+        assert wait_until(lambda: chat.output != "", timeout=60), "the answer has not begun"
+        assert chat.process.pid is not None
+        os.killpg(chat.process.pid, signal.SIGINT)  # as a terminal does: the launcher and all ranks
+        assert wait_until(lambda: chat.errors.count("\n") == 2, timeout=60)
+        first, second = chat.errors.splitlines()
+        assert "/quit ends" in first and second == "stopped"
         time.sleep(0.2)
-        os.killpg(process.pid, signal.SIGINT)  # at the prompt
-        assert process.stderr.readline() == b"\n"
-        assert process.stderr.readline().startswith(b"/quit, or the end of the input (Ctrl-D), ends")
-        _, errors = process.communicate(b"/reset\n", timeout=60)
-        assert (process.returncode, errors) == (0, b"the chat begins again\n")
-    finally:
-        process.kill()
+        os.killpg(chat.process.pid, signal.SIGINT)  # at the prompt
+        assert wait_until(lambda: chat.errors.count("\n") == 4, timeout=60)
+        third, fourth = chat.errors.splitlines()[2:]
+        assert third == "" and fourth.startswith("/quit, or the end of the input (Ctrl-D), ends")
+        print("/reset", file=lines)
+        lines.close()
+        assert chat.wait() == 0
+        assert chat.errors.splitlines()[4:] == ["the chat begins again"]
 
 
 def test_an_answer_ends_where_the_template_or_the_model_says(tmp_path: Path, models: Models) -> None:
@@ -197,11 +191,11 @@ def test_the_oldest_turns_are_dropped_and_the_system_stays(models: Models) -> No
 def test_a_chat_says_what_it_forgets(tmp_path: Path, models: Models) -> None:
     lines = "".join(f"{'x' * 40} {number}\n" for number in range(3)) + "y" * 300 + "\nz\n"
     done = conversation(tmp_path, models, lines, "--seq-length 200 --system s")
-    told = done.stderr.decode()
-    assert done.returncode == 0
+    told = done.errors
+    assert done.status == 0
     assert "the oldest 2 messages were dropped: the model sees 200 tokens with its answer" in told
     assert "and the model sees 200 with its answer; shorten them" in told
-    assert done.stdout.count(b"\n") >= 4
+    assert done.output.count("\n") >= 4
 
 
 def test_a_run_chats_with_the_template_that_it_was_trained_with(tmp_path: Path, models: Models) -> None:

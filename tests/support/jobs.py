@@ -186,12 +186,12 @@ class Job(NamedTuple):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = SECONDS) -> int:
         """The exit status; minus the signal's number if one ended it."""
-        self.process.join(SECONDS)
+        self.process.join(seconds)
         if self.process.exitcode is None:
             self.kill()
-            raise AssertionError(f"still running after {SECONDS:g} s\n{self.told}")
+            raise AssertionError(f"still running after {seconds:g} s\n{self.told}")
         return self.process.exitcode
 
     def is_gone(self) -> bool:

@@ -2,15 +2,16 @@
 
 import pickle
 import random
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import tokenizers
 from paths import ROOT
+from scripts import run_script
 
 from megatronish.commands import train_tokenizer
+from megatronish.commands.collect_corpus import sources
 from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
@@ -96,11 +97,10 @@ def test_a_line_that_is_longer_than_the_library_takes_is_learned_from_in_parts(t
     assert (tmp_path / "x.model").stat().st_size
 
 
-def run_tool(name: str, *arguments: object) -> str:
-    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_tool(name: str, *arguments: object) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_script([f"tools/{name}.py", *arguments], Path(folder))
+    assert done.status == 0, done.errors
 
 
 def every_config(folder: Path) -> list[DataConfig]:
@@ -283,6 +283,20 @@ def test_word_pieces_of_a_vocab_txt(tmp_path: Path) -> None:
 def test_what_cannot_be_built_is_told(config: DataConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         build_tokenizer(config)
+
+
+def test_the_corpus_has_nothing_of_the_folders_that_it_skips(tmp_path: Path) -> None:
+    for name in (
+        "a.py",
+        "json/b.py",
+        "json/b.txt",
+        "site-packages/torch/c.py",
+        "json/tests/d.py",
+        "_sysconfigdata_e.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert sorted(name for name, path in sources(tmp_path) if path is not None) == ["a.py", "json/b.py"]
 
 
 def test_the_corpus_is_the_same_each_time(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ SENTENCES = {
 @pytest.fixture(autouse=True)
 def small_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(trial, "BOUNDS", ChildBounds(memory=1 << 30, seconds=1.0))
+    monkeypatch.setattr(trial, "BOUNDS", ChildBounds(memory=1 << 30, seconds=0.4))
 
 
 def built(folder: Path, text: str, kind: str = "huggingface") -> Any:
