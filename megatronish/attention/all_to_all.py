@@ -4,7 +4,7 @@ Before attention an all-to-all turns a part of the sequence with all heads into 
 After attention a second all-to-all turns the result back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def all_to_all_attention(
     first_head: int,
     dropout: ProbabilityDropout | None,
     sinks: Tensor | None = None,
-    cap: float | None = None,
+    score_mod: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
     heads = q.shape[2]
@@ -48,7 +48,7 @@ def all_to_all_attention(
         first_head=first_head + my_heads.start,
         dropout=dropout,
         sinks=None if sinks is None else sinks[my_heads.start : my_heads.stop],
-        cap=cap,
+        score_mod=score_mod,
     )
     return to_places(out, cp)
 

@@ -6,7 +6,8 @@ for each of them.
 
 The fused softmax (ops/softmax.py) reads the scores once and keeps nothing but its output, in the dtype of the model:
 with dropout 5 bytes a score in half precision, as in Korthikanti et al. 2022. The unfused one is a chain of operations
-of torch, whose probabilities are in fp32 until they meet the values. ALiBi, sinks and soft caps have no fused softmax.
+of torch, whose probabilities are in fp32 until they meet the values. It alone knows ALiBi, sinks, and a change of each
+score before the softmax (`score_mod`, as FlexAttention names it): a soft cap.
 """
 
 import math
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from megatronish.attention.mask import AttentionMask
 from megatronish.ops.library import accumulation_dtype
-from megatronish.ops.softcap import soft_capped
 from megatronish.ops.softmax import scaled_causal_softmax, scaled_masked_softmax
 
 
@@ -30,15 +30,15 @@ def explicit_attention(
     fused: bool,
     dropout: Callable[[Tensor], Tensor] | None = None,
     sinks: Tensor | None = None,
-    cap: float | None = None,
+    score_mod: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """[B, n, q, H], [B, kv, k, H], [B, kv, k, H], sinks [n] -> [B, n, q, H]; the last query stands at the last key."""
     heads, kv_heads, scale = q.shape[1], k.shape[1], 1.0 / math.sqrt(q.shape[-1])
     scores = unstacked(stacked(q, kv_heads) @ k.mT, heads)
-    if fused and not mask.slopes and sinks is None and cap is None:
+    if fused and not mask.slopes and sinks is None and score_mod is None:
         probabilities = _fused_softmax(scores, mask, scale)
     else:
-        probabilities = _softmax(scores, mask, scale, sinks, cap)
+        probabilities = _softmax(scores, mask, scale, sinks, score_mod)
     if dropout is not None:
         probabilities = dropout(probabilities)
     return unstacked(stacked(probabilities.to(v.dtype), kv_heads) @ v, heads)
@@ -60,10 +60,16 @@ def _fused_softmax(scores: Tensor, mask: AttentionMask, scale: float) -> Tensor:
     return scaled_masked_softmax(scores, mask.whole, scale=scale)
 
 
-def _softmax(scores: Tensor, mask: AttentionMask, scale: float, sinks: Tensor | None, cap: float | None) -> Tensor:
+def _softmax(
+    scores: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    sinks: Tensor | None,
+    score_mod: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
     scaled = scores.to(accumulation_dtype(scores.dtype)) * scale
-    if cap is not None:
-        scaled = soft_capped(scaled, cap)
+    if score_mod is not None:
+        scaled = score_mod(scaled)
     if mask.slopes:
         scaled = scaled + mask.whole_bias(scaled.dtype)
     else:

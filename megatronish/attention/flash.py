@@ -37,7 +37,7 @@ from megatronish.attention.dropout_attention import dropped_attention
 from megatronish.attention.explicit import explicit_attention
 from megatronish.attention.mask import BLOCK, AttentionMask, slopes_on
 from megatronish.attention.sinks import sink_attention
-from megatronish.config.sections.training import AttentionBackend
+from megatronish.config.sections.training import EXPLICIT, AttentionBackend
 from megatronish.ops.compiled import compile_function
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.windowed import can_run_windowed, windowed_attention
@@ -70,15 +70,15 @@ def attend_alone(
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,
     sinks: Tensor | None = None,
-    cap: float | None = None,
+    score_mod: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """[q, B, n, H], [S, B, kv, H], [S, B, kv, H] -> [q, B, n H]: queries are the whole sequence, or the end of it.
 
     n / kv query heads share a key/value head; `sinks` [n] are logits besides those of the keys. `auto` is SDPA
     (flash attention where the device has it) or FlexAttention, `flash` SDPA; with dropout both are attention block by
-    block. With a soft `cap` of scores probabilities are explicit in any case.
+    block. With a `score_mod`, of each score alone, probabilities are explicit in any case.
     """
-    explicit = backend in ("fused_softmax", "unfused") or cap is not None
+    explicit = backend in EXPLICIT or score_mod is not None
     has_blocks = mask.pattern is not None if dropout is not None else mask.runs_by_blocks(q.device)
     if has_blocks and not explicit and dropout is None and sinks is None and mask.is_window and can_run_windowed(q):
         assert mask.window_size is not None
@@ -95,7 +95,7 @@ def attend_alone(
             queries = positions[mask.first_query :]
             drop = partial(dropout.drop, first_head=first_head, queries=queries, keys=positions)
         fused = backend == "fused_softmax"
-        out = explicit_attention(q, k, v, mask=mask, fused=fused, dropout=drop, sinks=sinks, cap=cap)
+        out = explicit_attention(q, k, v, mask=mask, fused=fused, dropout=drop, sinks=sinks, score_mod=score_mod)
     elif sinks is not None:
         out = sink_attention(q, k, v, sinks, mask=mask)
     else:

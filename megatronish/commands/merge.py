@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import read_arguments
 from megatronish.core.errors import UserError
 from megatronish.data.indexed import HEADER, IndexedTokens, idx_path
-from megatronish.data.shards import DataShard, join_shards
+from megatronish.data.shards import DataShard, join_with_bar
 
 
 @dataclass(frozen=True)
@@ -50,17 +48,10 @@ def merge(arguments: MergeArguments) -> int:
                 f"{shard.prefix} holds {shard.dtype} tokens and {prefixes[0]} holds {dtype}: they come from different "
                 "vocabularies; preprocess all of them with the same tokenizer"
             )
-    join(shards, output)
+    join_with_bar(shards, output)
     documents = sum(shard.documents for shard in shards)
     print(f"{output}: {len(prefixes):,} pairs | {documents:,} documents | {tokens:,} tokens")
     return 0
-
-
-def join(shards: Sequence[DataShard], output: str) -> None:
-    """Write the pair of all shards, with a bar on a terminal; UserError if its files cannot be created."""
-    num_bytes = sum(shard.tokens * shard.dtype.itemsize for shard in shards)
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="merging", disable=None) as bar:
-        join_shards(shards, output, on_bytes=bar.update)
 
 
 def checked(prefix: str) -> DataShard:

@@ -19,7 +19,6 @@ from tqdm import tqdm
 from megatronish.commands import preprocess
 from megatronish.commands.bad_lines import BadLines
 from megatronish.commands.exit_status import exit_status
-from megatronish.commands.merge import join
 from megatronish.commands.preprocess import (
     PreprocessProgress,
     TokenizingArguments,
@@ -37,7 +36,7 @@ from megatronish.core.errors import RunError, UserError
 from megatronish.core.files import refuse_input_as_output
 from megatronish.data.inputs import input_files
 from megatronish.data.preprocess import check_settings
-from megatronish.data.shards import write_manifest
+from megatronish.data.shards import join_with_bar, write_manifest
 from megatronish.data.tasks import (
     MAX_TASKS,
     PLAN,
@@ -269,7 +268,7 @@ def join_tasks(argv: Sequence[str], program: str) -> int:
             written = str(write_manifest(shards, name))
         else:
             written = name
-            join(shards, name)
+            join_with_bar(shards, name)
         documents, tokens = sum(each.documents for each in shards), sum(each.tokens for each in shards)
         print(f"{written}: {len(shards):,} shards | {documents:,} documents | {tokens:,} tokens")
     if bad := sum(record.bad_lines for record in records):

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from megatronish.config.sections.data import MANIFEST
 from megatronish.core.errors import RunError, UserError
@@ -79,6 +80,13 @@ def join_shards(shards: Sequence[DataShard], prefix: str, *, on_bytes: Callable[
         _write_index(shards, index.file)
         idx_path(prefix).unlink(missing_ok=True)
         joined.commit()
+
+
+def join_with_bar(shards: Sequence[DataShard], prefix: str) -> None:
+    """`join_shards` for a command, with a bar on a terminal."""
+    num_bytes = sum(shard.tokens * shard.dtype.itemsize for shard in shards)
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="merging", disable=None) as bar:
+        join_shards(shards, prefix, on_bytes=bar.update)
 
 
 def copy_summed(

@@ -11,6 +11,7 @@ Where a rank computes whole sequences there is a choice of backends (flash.py). 
 their log-sum-exp, which the softmax of a whole row does not return, and has operations of its own (tile.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -23,13 +24,14 @@ from megatronish.attention.flash import attend_alone
 from megatronish.attention.mask import AttentionMask, alibi_slopes
 from megatronish.attention.ring import ring_attention
 from megatronish.config.sections.model import ModelConfig
-from megatronish.config.sections.training import AttentionBackend
+from megatronish.config.sections.training import EXPLICIT, AttentionBackend
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm, Norm
 from megatronish.model.context import Context
 from megatronish.model.recompute import recompute
 from megatronish.model.rope import rotate
 from megatronish.ops.dropout import ProbabilityDropout
+from megatronish.ops.softcap import soft_capped
 from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.parallel.ranges import ATTENTION, marked
 from megatronish.parallel.sharding import Cut, Init, Sharding
@@ -60,7 +62,7 @@ class CoreAttention:
         first_head: int,
         dropout: ProbabilityDropout | None,
         sinks: Tensor | None = None,
-        cap: float | None = None,
+        score_mod: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H], for heads from `first_head` on."""
         run = partial(
@@ -71,7 +73,7 @@ class CoreAttention:
             backend=self.backend,
             first_head=first_head,
             dropout=dropout,
-            cap=cap,
+            score_mod=score_mod,
         )
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
         return recompute(run, *inputs) if self.recompute else run(*inputs)
@@ -100,6 +102,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.spec, self.layer, self.core = config, spec, layer, core
+        self.is_windowed = spec.is_windowed
         self.local_sections = tuple(section // tp.size for section in spec.sections.values())
         num_local_heads = spec.num_heads // tp.size
         self.first_head = tp.axis.rank * num_local_heads
@@ -120,6 +123,7 @@ class Attention(nn.Module):
         if spec.qk_norm:
             sections = spec.sections
             self.q_norm, self.k_norm = (self._make_norm(size, tp) for size in (sections["q"], sections["k"]))
+        self.score_mod = None if spec.cap is None else partial(soft_capped, cap=spec.cap)
         self.sinks = nn.Parameter(torch.empty(num_local_heads)) if spec.softmax == "learnable" else None
 
     def _make_norm(self, size: int, tp: TensorParallel) -> Norm | AllHeadsNorm | EachHeadNorm:
@@ -156,7 +160,7 @@ class Attention(nn.Module):
         dropout = context.attention_dropout(rate=self.config.attention_dropout)
         sinks = q.new_zeros(q.shape[2]) if self.spec.softmax == "off-by-one" else self.sinks
         attended = self.core(
-            q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks, cap=self.spec.cap
+            q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, sinks=sinks, score_mod=self.score_mod
         )
         return self.out(attended, drop=context)
 
@@ -169,7 +173,7 @@ class Attention(nn.Module):
         if (bound := self.spec.clip) is not None:
             q, k, v = (part.clamp(-bound, bound) for part in (q, k, v))
         if context.rotations is not None and self.spec.rotary:
-            rotation = context.rotations.windowed if self.spec.is_windowed else context.rotations.everywhere
+            rotation = context.rotations.windowed if self.is_windowed else context.rotations.everywhere
             q, k = (rotate(part, rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))
         # Every operation of core attention divides scores by the root of the size of a head.
         return q if self.spec.factor is None else q * self.spec.factor, k, v
@@ -187,19 +191,27 @@ def attend(
     first_head: int = 0,
     dropout: ProbabilityDropout | None = None,
     sinks: Tensor | None = None,
-    cap: float | None = None,
+    score_mod: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says.
 
     n / k query heads share a key/value head. `first_head` is the number of this tp rank's first head among all heads.
-    The mask's slopes and `sinks` [n] are those of this tp rank's heads. `cap` is a soft cap of scores.
+    The mask's slopes and `sinks` [n] are those of this tp rank's heads. `score_mod` changes each score.
     """
     with marked(ATTENTION):
         if cp.size > 1 and method == "p2p":
-            is_explicit = backend in ("fused_softmax", "unfused") or cap is not None
+            is_explicit = backend in EXPLICIT or score_mod is not None
             assert not is_explicit, "a rank of a ring sees no whole row of probabilities"
             return ring_attention(q, k, v, cp=cp, mask=mask, first_head=first_head, dropout=dropout, sinks=sinks)
         over_cp = attend_alone if cp.size == 1 else partial(all_to_all_attention, cp=cp)
         return over_cp(
-            q, k, v, mask=mask, backend=backend, first_head=first_head, dropout=dropout, sinks=sinks, cap=cap
+            q,
+            k,
+            v,
+            mask=mask,
+            backend=backend,
+            first_head=first_head,
+            dropout=dropout,
+            sinks=sinks,
+            score_mod=score_mod,
         )

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
+from megatronish.config.sections.training import EXPLICIT
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm
 from megatronish.layers.product import DENSE
@@ -116,7 +117,7 @@ def _make_mask(attention: Attention, context: Context, x: Tensor) -> None:
     """
     mask = context.mask(attention.spec.window, attention.slopes, attention.spec.pattern)
     backend = attention.core.backend if isinstance(attention.core, CoreAttention) else None
-    is_explicit = backend in ("fused_softmax", "unfused")
+    is_explicit = backend in EXPLICIT
     if x.is_cuda and mask.needs_dense and backend in ("auto", None):
         _ = mask.blocks
     drops = context.attention_dropout(rate=attention.config.attention_dropout) is not None
@@ -157,7 +158,7 @@ def _is_one_graph(attention: Attention) -> bool:
 def _goes_by_blocks(attention: Attention) -> bool:
     """Whether a layer's core attention may be that of attention/block_sparse.py."""
     spec, device = attention.spec, next(attention.parameters()).device
-    if attention.core.backend in ("fused_softmax", "unfused"):
+    if attention.core.backend in EXPLICIT:
         return False
     if spec.pattern is not None and attention.config.attention_dropout > 0:
         return True

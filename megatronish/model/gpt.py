@@ -244,6 +244,8 @@ class GPT(nn.Module):
         self.layers = nn.ModuleDict(
             {str(n): make_layer(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
         )
+        groups = self.execution.recompute.groups
+        self.layer_groups = [groups([str(n) for n in chunk.layers]) for chunk in self.chunks]
         if self.is_last:
             self._make_end()
 
@@ -325,7 +327,7 @@ class GPT(nn.Module):
         dropout = None if step is None else self._dropout(step, batch, chunk)
         if x is None:
             x = self.embedding(context.of_layer(0, dropout))
-        for layers, again in self.execution.recompute.groups([str(n) for n in self.chunks[chunk].layers]):
+        for layers, again in self.layer_groups[chunk]:
             run = partial(self._through, layers, context, dropout)
             if again:
                 learns = x.requires_grad or self._learns(layers)

@@ -1,11 +1,12 @@
 """Pipeline stages of a config: the layers of each stage, its actions in a step, and its live activations."""
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from megatronish.config.config import Config
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.core.remembered import remembered
 from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan
 from megatronish.parallel.schedules.plan import Action, Placement, StageChunk
 from megatronish.parallel.schedules.split import SplitWeights, split_layers
@@ -60,9 +61,12 @@ class Stages:
     def _positions(self) -> dict[StageChunk, int]:
         return {place: position for position, place in enumerate(self.placement)}
 
+    @remembered
     def actions(self, stage: int, num_microbatches: int) -> list[Action]:
         """The actions of one stage in a step, in order."""
-        return _row(self.schedule.name, stage, self.num_stages, num_microbatches, self.num_chunks)
+        return self.schedule.row(
+            stage=stage, num_stages=self.num_stages, num_microbatches=num_microbatches, num_chunks=self.num_chunks
+        )
 
     def layers_at(self, place: StageChunk) -> range:
         """The layers of one chunk of one stage."""
@@ -96,10 +100,3 @@ def stage_loads(config: Config, vocab_size: int) -> list[StageLoad]:
     training = config.training
     stages = Stages.of(config.parallel, config.model, vocab_size=vocab_size, seq_length=training.seq_length)
     return stages.loads(config.num_microbatches)
-
-
-@cache
-def _row(name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    return SCHEDULES[name].row(
-        stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )

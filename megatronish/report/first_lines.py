@@ -23,6 +23,7 @@ from megatronish.ops.library import load_kernels
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.specs.adapter_targets import adapted_sections
+from megatronish.specs.attention import AttentionSpec
 from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import DeviceType
 from megatronish.tokenizer.tokenizer import build_tokenizer
@@ -161,10 +162,9 @@ def _attention(config: Config) -> str:
     over_cp, is_ring = "", False
     if config.layout.cp > 1:
         over_cp, is_ring = OVER_CP[parallel.cp_comm_type], parallel.cp_comm_type == "p2p"
-    if model.has_encoder:
-        return f"{over_cp}explicit probabilities by torch's softmax, of scores with a bias that learns"
-    if model.attn_logit_softcapping is not None:
-        return f"{over_cp}explicit probabilities by torch's softmax, of scores with a soft cap"
+    of_scores = "a bias that learns" if model.has_encoder else AttentionSpec.of(model).of_scores
+    if of_scores is not None:
+        return f"{over_cp}explicit probabilities by torch's softmax, of scores with {of_scores}"
     # What the fused softmax does not know.
     unknown = (
         "sinks" if model.softmax_type != "vanilla" else "ALiBi" if model.position_embedding_type == "alibi" else ""
@@ -200,7 +200,7 @@ def _is_implicit(config: Config) -> bool:
     """Whether a rank attends without a ring, and with probabilities that are not all in memory."""
     if config.layout.cp > 1 and config.parallel.cp_comm_type == "p2p":
         return False
-    return config.training.attention_backend in ("auto", "flash") and config.model.attn_logit_softcapping is None
+    return not AttentionSpec.of(config.model).is_explicit(config.training.attention_backend)
 
 
 def _has_plain_windows(config: Config) -> bool:

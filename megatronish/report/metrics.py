@@ -1,16 +1,19 @@
-"""Metrics of a run: their names and formats, and the lines of the console that show them.
+"""Metrics of a run: their names and formats, and the lines of files and of the console that show them.
 
 A line is compact and coloured on a terminal, and Megatron-LM's parseable line in files, pipes and logs.
 """
 
+import errno
+import json
 import math
 import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
@@ -181,6 +184,18 @@ def points(values: Mapping[str, Value]) -> dict[str, float]:
 def file_line(values: Mapping[str, Value]) -> dict[str, Value]:
     """The object of a line of metrics.jsonl."""
     return {name: value for name, value in values.items() if metric_of(name).in_file}
+
+
+def add_line(file: Path, line: dict[str, Any]) -> None:
+    """Append an object to a file of JSON lines. On a full disk the line is left out, with a message."""
+    try:
+        with file.open("ab", buffering=0) as lines:
+            data, begin = (json.dumps(line) + "\n").encode(), lines.tell()
+            if lines.write(data) < len(data):
+                lines.truncate(begin)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        tqdm.write(f"{file} lacks the line of step {line['step']}: {error.strerror}", file=sys.stderr)
 
 
 DATA_BOUND = 0.1  # share of a step's time: from here on the wait for data is shown

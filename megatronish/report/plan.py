@@ -172,7 +172,11 @@ def explanation(search: Search, planned: Planned) -> str:
     step, candidate = planned.step, planned.candidate
     m = candidate.num_microbatches(search.work.global_batch)
     stages = search.stages(candidate)
-    slowest = max(search.clock.passes_of_stages(candidate, stages), key=lambda each: each.total)
+    of_stages = (
+        search.clock.passes_of(candidate, counts, is_first=is_first, is_last=is_last)
+        for counts, is_first, is_last, _ in stages.shapes
+    )
+    slowest = max(of_stages, key=lambda passes: passes.total)
     parts = Parts().plus(slowest.forward, m).plus(slowest.backward, m).plus(slowest.weight, m)
     rows = [(PART_NAMES[name], seconds) for name, seconds in parts._asdict().items()]
     rows += [

@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import NamedTuple, Self
 
 from megatronish.config.sections.model import ModelConfig, SoftmaxType
-from megatronish.config.sections.training import AttentionBackend
+from megatronish.config.sections.training import EXPLICIT, AttentionBackend
 from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
 
@@ -185,15 +185,20 @@ class AttentionSpec:
 
     def is_flex(self, run: AttentionRun) -> bool:
         """Whether a mask needs FlexAttention, whose output is in the order of the sequence."""
-        return self.is_masked(run) and run.backend == "auto" and not self.is_explicit(run)
+        return self.is_masked(run) and run.backend == "auto" and not self.is_explicit(run.backend)
 
-    def is_explicit(self, run: AttentionRun) -> bool:
-        """Whether there are explicit probabilities, which a cap of scores needs."""
-        return run.backend in ("fused_softmax", "unfused") or self.cap is not None
+    @property
+    def of_scores(self) -> str | None:
+        """What its scores have that explicit probabilities alone know, in words; None: nothing."""
+        return None if self.cap is None else "a soft cap"
+
+    def is_explicit(self, backend: AttentionBackend) -> bool:
+        """Whether there are explicit probabilities: the backend has them, or the scores need them."""
+        return backend in EXPLICIT or self.of_scores is not None
 
     def is_sdpa(self, run: AttentionRun) -> bool:
         """Attention with dropout goes block by block, and sinks are added to flash attention."""
-        is_plain = not self.is_explicit(run) and not run.has_dropout and self.softmax == "vanilla"
+        is_plain = not self.is_explicit(run.backend) and not run.has_dropout and self.softmax == "vanilla"
         return is_plain and not run.is_ring
 
     def has_dense_mask(self, run: AttentionRun) -> bool:
@@ -234,7 +239,7 @@ class AttentionSpec:
         size, heads = run.size, self.num_heads * self.head_size
         sizes = heads + 2 * self.num_kv_heads * self.head_size
         num_bytes = size.residual + size.feature * (sizes + heads)
-        if self.is_explicit(run):
+        if self.is_explicit(run.backend):
             return num_bytes + self._explicit_transients(run)
         if not run.is_ring and not run.has_dropout:  # with gradients of copied keys and values
             return num_bytes + (size.feature * 2 * heads if self.repeats_heads(run) else 0)
@@ -266,8 +271,8 @@ class AttentionSpec:
         return more * run.tokens * run.seq_length * self.num_heads / run.size.tp
 
     def has_fused_softmax(self, run: AttentionRun) -> bool:
-        """Whether the softmax of explicit scores is the fused one, which knows no ALiBi, no sinks and no cap."""
-        is_plain = not run.has_alibi and self.softmax == "vanilla" and self.cap is None
+        """Whether the softmax of explicit scores is the fused one, which knows scores alone: no ALiBi, no sinks."""
+        is_plain = not run.has_alibi and self.softmax == "vanilla" and self.of_scores is None
         return run.backend == "fused_softmax" and is_plain
 
     def bytes_per_score(self, run: AttentionRun) -> int:
@@ -278,7 +283,7 @@ class AttentionSpec:
         fp32. SDPA, and attention with dropout block by block, keep nothing.
         """
         width = run.size.element
-        if not self.is_explicit(run):
+        if not self.is_explicit(run.backend):
             return 0
         if not self.has_fused_softmax(run):
             capped = 0 if self.cap is None else 4

@@ -1,4 +1,4 @@
-"""The run folder: its lock, its JSON lines, and the check that a run continues the same model, data and seed.
+"""The run folder: its lock, its last step, and the check that a run continues the same model, data and seed.
 
 With --run-dir s3://... it is written on a disk and copied to the store. Logs grow line by line, and objects are
 replaced as a whole. So the files of a run lie in a local folder, whose name is made of the URL, and those that have
@@ -7,7 +7,6 @@ than the checkpoint from which it resumes. A start on any machine begins with th
 are not part of this: ranks write them into the store directly.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -127,18 +126,6 @@ def _holder(file: TextIO) -> str:
             return name
         time.sleep(0.05)
     return "another process"
-
-
-def add_line(file: Path, line: dict[str, Any]) -> None:
-    """Append an object to a file of JSON lines. On a full disk the line is left out, with a message."""
-    try:
-        with file.open("ab", buffering=0) as lines:
-            data, begin = (json.dumps(line) + "\n").encode(), lines.tell()
-            if lines.write(data) < len(data):
-                lines.truncate(begin)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
-        tqdm.write(f"{file} lacks the line of step {line['step']}: {error.strerror}", file=sys.stderr)
 
 
 def last_step(file: Path) -> int:

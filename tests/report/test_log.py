@@ -14,9 +14,8 @@ import torch
 
 from megatronish.config.sections.run import LogConfig
 from megatronish.engine.results import StepResult
-from megatronish.report.metrics import Console, points
+from megatronish.report.metrics import Console, add_line, points
 from megatronish.report.trackers.tracker import Trackers
-from megatronish.train.folder import add_line
 from megatronish.train.hooks.log import Log, Speed
 from megatronish.train.trainer import LearningRates, Progress, StepRecord, Trainer
 

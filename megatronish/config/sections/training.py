@@ -14,6 +14,8 @@ from megatronish.core.names import OBJECTIVE_NAMES, in_braces
 LOSS_SCALE_LIMIT = at_most(2.0**120, "2^120, as fp32 ends at 2^128")
 
 AttentionBackend = Literal["auto", "flash", "fused_softmax", "unfused"]
+EXPLICIT: tuple[AttentionBackend, ...] = ("fused_softmax", "unfused")
+"""Backends that have the probabilities of all queries and keys in memory."""
 
 
 @dataclass(frozen=True)

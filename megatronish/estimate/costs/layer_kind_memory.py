@@ -13,13 +13,14 @@ Not counted: statistics of norms and softmax (about 1 %).
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
+from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.parameters import adapter_parameters, frozen_bytes, largest_dequantised, quantised
 from megatronish.specs.adapter_targets import all_patterns, is_target
 from megatronish.specs.attention import AttentionRun, AttentionSpec
@@ -114,7 +115,7 @@ class ChunkBytes(NamedTuple):
     keeps_last: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerMemory:
     """Bytes of layers on a rank of a layout, for one micro-batch; with `kernels` fused operators run."""
 
@@ -124,11 +125,6 @@ class LayerMemory:
     kernels: bool = True
     defers: bool = False
     """Whether weight gradients wait for actions of their own."""
-    _chunks: dict[ChunkKinds, ChunkBytes] = field(default_factory=dict)
-    _kept: dict[LayerKind, float] = field(default_factory=dict)
-    _transients: dict[tuple[LayerKind, int], float] = field(default_factory=dict)
-    _busiest: dict[tuple[ChunkKinds, int], float] = field(default_factory=dict)
-    _learned: dict[ChunkKinds, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model, training, parallel, layout = (
@@ -157,18 +153,14 @@ class LayerMemory:
 
     # What waits for the backward
 
-    def of_chunk(self, chunk: ChunkKinds) -> ChunkBytes:
-        """Bytes of a chunk."""
-        if chunk not in self._chunks:
-            self._chunks[chunk] = self._new_chunk(chunk.kinds)
-        return self._chunks[chunk]
-
     @staticmethod
     def _sum(size: Callable[[LayerKind], float], kinds: Sequence[LayerKind]) -> float:
         return sum(size(kind) * number for kind, number in Counter(kinds).items())
 
-    def _new_chunk(self, kinds: tuple[LayerKind, ...]) -> ChunkBytes:
-        recompute, model = self.config.recompute, self.config.model
+    @remembered
+    def of_chunk(self, chunk: ChunkKinds) -> ChunkBytes:
+        """Bytes of a chunk."""
+        kinds, recompute, model = chunk.kinds, self.config.recompute, self.config.model
         size, is_block = recompute.recompute_num_layers, recompute.recompute_method == "block"
         again = kinds if recompute.recompute_granularity == "full" else kinds[:0]
         again = again[:size] if is_block else again
@@ -197,13 +189,9 @@ class LayerMemory:
             return 0.0
         return self.hidden / self.tp if recompute.distribute_saved_activations else self.residual
 
+    @remembered
     def kept(self, kind: LayerKind) -> float:
         """What a layer keeps for its backward."""
-        if kind not in self._kept:
-            self._kept[kind] = self._new_kept(kind)
-        return self._kept[kind]
-
-    def _new_kept(self, kind: LayerKind) -> float:
         run = self.run(self.element)
         attention = getattr(kind.spec, "attention", self.usual_attention)
         scores = 0 if run.is_selective or run.is_ring else attention.bytes_per_score(run)
@@ -313,25 +301,21 @@ class LayerMemory:
             kernels=self.kernels,
         )
 
+    @remembered
     def transients(self, kind: LayerKind, gradient: int) -> float:
         """What the backward of a layer needs at most: gradients of its products, or the operators of attention."""
-        if (kind, gradient) not in self._transients:
-            run = self.run(gradient)
-            if (transients := getattr(kind.spec, "transients", None)) is not None:
-                size = transients(run)
-            else:  # of a plug-in: gradients of the largest product
-                matrix = run.size.gradient * kind.largest_matrix.per_rank(self.tp, experts=run.size.grid)
-                size = 2 * self.residual + matrix
-            self._transients[kind, gradient] = size + self._hashes + self.dequantised(kind)
-        return self._transients[kind, gradient]
+        run = self.run(gradient)
+        if (transients := getattr(kind.spec, "transients", None)) is not None:
+            size = transients(run)
+        else:  # of a plug-in: gradients of the largest product
+            matrix = run.size.gradient * kind.largest_matrix.per_rank(self.tp, experts=run.size.grid)
+            size = 2 * self.residual + matrix
+        return float(size + self._hashes + self.dequantised(kind))
 
+    @remembered
     def of_layers(self, chunk: ChunkKinds, gradient: int) -> float:
         """What the backward of a layer of a chunk needs, the largest."""
-        if (chunk, gradient) not in self._busiest:
-            self._busiest[chunk, gradient] = max(
-                (self.transients(kind, gradient) for kind in dict.fromkeys(chunk.kinds)), default=0.0
-            )
-        return self._busiest[chunk, gradient]
+        return max((self.transients(kind, gradient) for kind in set(chunk.kinds)), default=0.0)
 
     @cached_property
     def _hashes(self) -> float:
@@ -378,11 +362,10 @@ class LayerMemory:
         count = kind.adapters if self.freezes else kind.parameters
         return count.per_rank(self.tp, experts=self.ep * self.etp)
 
+    @remembered
     def learned_by(self, chunk: ChunkKinds) -> int:
         """Parameters of a chunk on this rank that learn."""
-        if chunk not in self._learned:
-            self._learned[chunk] = sum(self.learned(kind) * number for kind, number in Counter(chunk.kinds).items())
-        return self._learned[chunk]
+        return sum(self.learned(kind) * number for kind, number in Counter(chunk.kinds).items())
 
     def frozen(self, kind: LayerKind) -> int:
         """Bytes of a layer's frozen parameters on this rank, those in 4 bits as they are stored."""

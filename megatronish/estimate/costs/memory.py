@@ -28,15 +28,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.estimate.costs.candidate import Candidate, candidate_of
+from megatronish.core.remembered import remembered
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes, candidate_of
 from megatronish.estimate.costs.layer_kind_memory import ChunkKinds, LayerKind, LayerMemory, StageKinds, layer_kinds
 from megatronish.estimate.costs.memory_table import Memory
-from megatronish.estimate.costs.model_state import (
-    Rows,
-    StageCounts,
-    stage_state,
-    with_padding,
-)
+from megatronish.estimate.costs.model_state import Rows, StageCounts, stage_state, with_padding
 from megatronish.estimate.costs.stage_parameters import StageParameters
 from megatronish.estimate.costs.state_traffic import data_ranks
 from megatronish.estimate.costs.transient_memory import ChunkBuckets, GatheredUnits, StageTransients, muon_bytes
@@ -112,9 +108,7 @@ class MemoryModel:
     _stage_kinds: dict[tuple[object, ...], StageKinds] = field(default_factory=dict)
     _layers: dict[tuple[object, ...], LayerMemory] = field(default_factory=dict)
     _rows: dict[tuple[object, ...], dict[LayerKind, Rows]] = field(default_factory=dict)
-    _states: dict[tuple[object, ...], tuple[Memory, GatheredUnits, float]] = field(default_factory=dict)
     _buckets: dict[tuple[object, ...], ChunkBuckets] = field(default_factory=dict)
-    _works: dict[tuple[int, StageKinds], "StageWork"] = field(default_factory=dict)
 
     @classmethod
     def alone(
@@ -148,9 +142,9 @@ class MemoryModel:
     def peaks(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
         """The same under several stages of ZeRO; 0 and 1 differ in their model state alone."""
         sizes, peaks, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
-        work = self._work(layout, stage)
+        work = self._work(sizes, stage)
         for zero in zeros:
-            state, units, of_update = self._state(layout, stage, zero)
+            state, units, of_update = self._state(layout.mesh, stage, zero)
             if self.device == "cpu":
                 # A CPU's bound: the most of each kind of bytes, which are not there at the same time.
                 waiting, of_logits = self.most_activations(layout, stage, plan)
@@ -164,18 +158,8 @@ class MemoryModel:
             activations, logits, temporary, gradients = fullest[alike]
             if of_update > activations + logits + temporary + gradients:
                 activations, logits, temporary, gradients = 0, 0, of_update, 0
-            peaks.append(
-                Memory(
-                    state.parameters,
-                    state.gradients + round(gradients),
-                    state.optimizer,
-                    round(activations),
-                    round(logits),
-                    round(temporary),
-                    state.host,
-                    state.disk,
-                )
-            )
+            held = state._replace(gradients=state.gradients + round(gradients), activations=round(activations))
+            peaks.append(held._replace(logits=round(logits), temporary=round(temporary)))
         return peaks
 
     def floor(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zero: int) -> float:
@@ -183,7 +167,8 @@ class MemoryModel:
 
         Gradients are not all there while the most activations wait for a step's first backward.
         """
-        held, state = self._work(layout, stage).waiting_most(plan).values(), self._state(layout, stage, zero)[0]
+        held = self._work(self._layer_memory(layout), stage).waiting_most(plan).values()
+        state = self._state(layout.mesh, stage, zero)[0]
         return state.total - state.gradients + max(map(sum, held), default=0.0)
 
     def of_one_micro_batch(self, layout: Candidate, stage: StageKinds) -> int:
@@ -192,11 +177,9 @@ class MemoryModel:
         work = StageWork(self._layer_memory(layout), stage)
         return round(work.waiting(one) + max(chunk.again for chunk in work.chunks))
 
-    def _work(self, layout: Candidate, stage: StageKinds) -> "StageWork":
-        sizes = self._layer_memory(layout)
-        if (work := self._works.get((id(sizes), stage))) is None:
-            work = self._works[id(sizes), stage] = StageWork(sizes, stage)
-        return work
+    @remembered
+    def _work(self, sizes: LayerMemory, stage: StageKinds) -> "StageWork":
+        return StageWork(sizes, stage)
 
     def _layer_memory(self, layout: Candidate) -> LayerMemory:
         defers = SCHEDULES[layout.schedule].has_weight_gradients
@@ -210,21 +193,19 @@ class MemoryModel:
 
     # What does not depend on the micro-batch
 
-    def _state(self, layout: Candidate, stage: StageKinds, zero: int) -> tuple[Memory, GatheredUnits, float]:
+    @remembered
+    def _state(self, mesh: MeshSizes, stage: StageKinds, zero: int) -> tuple[Memory, GatheredUnits, float]:
         """Model state, what ZeRO-3 gathers, and Muon's largest buffer."""
-        key = layout.mesh, stage, zero
-        if key not in self._states:
-            config = self.config_of(Candidate(layout.mesh, zero=zero))
-            state = stage_state(config, StageCounts.of(config, stage, vocab_size=self.vocab_size))
-            units = GatheredUnits(0, 0, 0)
-            if zero == 3:
-                rows, ends = self._rows_of_kinds(config), self._rows_of_ends(config, stage)
-                units = GatheredUnits.of(self._layer_memory(layout), stage, rows, ends)
-                if not config.adapter.is_used:
-                    of_layers = [rows[kind].times(number) for kind, number in stage.counts.items()]
-                    state = with_padding(state, [*of_layers, ends])
-            self._states[key] = state, units, muon_bytes(config, stage)
-        return self._states[key]
+        layout, units = Candidate(mesh, zero=zero), GatheredUnits(0, 0, 0)
+        config = self.config_of(layout)
+        state = stage_state(config, StageCounts.of(config, stage, vocab_size=self.vocab_size))
+        if zero == 3:
+            rows, ends = self._rows_of_kinds(config), self._rows_of_ends(config, stage)
+            units = GatheredUnits.of(self._layer_memory(layout), stage, rows, ends)
+            if not config.adapter.is_used:
+                of_layers = [rows[kind].times(number) for kind, number in stage.counts.items()]
+                state = with_padding(state, [*of_layers, ends])
+        return state, units, muon_bytes(config, stage)
 
     def _rows_of_kinds(self, config: Config) -> dict[LayerKind, Rows]:
         ranks, layout = data_ranks(config), config.layout

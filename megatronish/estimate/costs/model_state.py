@@ -172,7 +172,7 @@ class Rows(NamedTuple):
             if parameter.learns:
                 part = whole // shard
                 padded += part * parameter.columns
-                own += min(max(parameter.rows - part * places.get(parameter.domain, 0), 0), part) * parameter.columns
+                own += parameter.own_rows(shard, places.get(parameter.domain, 0)) * parameter.columns
                 even += parameter.size / shard
         return cls(padded, own, even, (gathered[0], gathered[1]), kept)
 

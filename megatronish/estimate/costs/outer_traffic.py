@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from megatronish.config.config import Config
 from megatronish.estimate.costs.state_traffic import StateTraffic
 from megatronish.estimate.costs.step_traffic import TrafficKey
-from megatronish.parallel.bucketing import bytes_of_block, moves_together, num_code_blocks, offsets, rounded_up
+from megatronish.parallel.bucketing import bytes_of_block, moves_together, num_code_blocks, offsets
 from megatronish.parallel.schedules.live_activations import StageLoad
 
 FP32 = 4
@@ -52,8 +52,7 @@ def _kept(state: StateTraffic, domain: str) -> dict[str, int]:
     if state.config.parallel.zero == 3:
         for each in state.parameters:
             if each.learns and each.domain == domain:
-                part = rounded_up(each.rows, ranks := state.data_ranks[domain].shard) // ranks
-                sizes[each.name] = min(max(each.rows - part * place, 0), part) * each.columns
+                sizes[each.name] = each.own_rows(state.data_ranks[domain].shard, place) * each.columns
     else:
         whole = {each.name: each.size for each in state.parameters}
         for bucket in state.buckets():

@@ -43,6 +43,11 @@ class StageParameter(NamedTuple):
         """Elements on this rank."""
         return self.rows * self.columns
 
+    def own_rows(self, ranks: int, place: int) -> int:
+        """Rows of its own that ZeRO-3 leaves the rank at a place of so many: the last ones may have fewer, or none."""
+        part = -(-self.rows // ranks)
+        return min(max(self.rows - part * place, 0), part)
+
     @property
     def is_vector(self) -> bool:
         """Whether it is a norm's, a bias or IA3's, as `Sharding.is_vector` has it. LoRA's B is none, of rank 1 too."""
@@ -85,43 +90,42 @@ class StageParameters(NamedTuple):
         if self.load.is_last:
             yield from self.head()
 
+    def used(self, parameter: StageParameter, *sources: Source) -> StageParameter:
+        """The parameter with the sources of its gradient; with adapters it learns if it is one of theirs."""
+        learns = ".adapters." in parameter.name or not self.config.adapter.is_used
+        return parameter._replace(sources=frozenset(sources), learns=learns)
+
     def shared(self) -> Iterator[StageParameter]:
         """Tables that every stage has, read in every chunk."""
-        sources = frozenset((chunk, "B") for chunk in range(len(self.load.layers)))
+        sources = [(chunk, "B") for chunk in range(len(self.load.layers))]
         for table in self.model_ends.shared:
-            columns, learns = table.columns // self.tp, not self.config.adapter.is_used
-            yield StageParameter(
-                table.name, table.rows, columns, ("tp",), tied="stages", sources=sources, learns=learns
-            )
+            parameter = StageParameter(table.name, table.rows, table.columns // self.tp, ("tp",), tied="stages")
+            yield self.used(parameter, *sources)
 
     def layer(self, name: str, cost: LayerCost, chunk: int) -> Iterator[StageParameter]:
         """A layer of a chunk."""
-        freezes = self.config.adapter.is_used
         for parameter in self.pieces(name, cost):
-            source = (chunk, self.deferred if parameter.matrices else "B")
-            yield parameter._replace(sources=frozenset({source}), learns=".adapters." in parameter.name or not freezes)
+            yield self.used(parameter, (chunk, self.deferred if parameter.matrices else "B"))
 
     def head(self) -> Iterator[StageParameter]:
         """What comes before the output layer, the output layer if it is not the embedding's table, and what is left."""
-        learns, last = not self.config.adapter.is_used, len(self.load.layers) - 1
+        last = len(self.load.layers) - 1
         yield from self.dense(self.model_ends.head)
         if not self.config.model.tied:
-            yield self.table("head.weight")._replace(sources=frozenset({(last, self.deferred)}), learns=learns)
+            yield self.used(self.table("head.weight"), (last, self.deferred))
         if self.model_ends.has_bias:
-            bias = self.table("head.bias")._replace(columns=1)
-            yield bias._replace(sources=frozenset({(last, "B")}), learns=learns)
+            yield self.used(self.table("head.bias")._replace(columns=1), (last, "B"))
         yield from self.dense(self.model_ends.of_sequence)
 
     def dense(self, cost: LayerCost) -> Iterator[StageParameter]:
         """Linear layers and norms of the end, under their own names."""
-        learns, last = not self.config.adapter.is_used, len(self.load.layers) - 1
+        last = len(self.load.layers) - 1
         for linear in cost.linears:
             for parameter in self.linear(linear.name, linear):
-                kind = self.deferred if parameter.columns > 1 else "B"
-                yield parameter._replace(sources=frozenset({(last, kind)}), learns=learns)
+                yield self.used(parameter, (last, self.deferred if parameter.columns > 1 else "B"))
         for norm in cost.norms:
             for parameter in self.norm(norm.name, norm):
-                yield parameter._replace(sources=frozenset({(last, "B")}), learns=learns)
+                yield self.used(parameter, (last, "B"))
 
     @property
     def model_ends(self) -> ModelEnds:
@@ -145,22 +149,22 @@ class StageParameters(NamedTuple):
 
     def embedding(self) -> Iterator[StageParameter]:
         """Table of words, a norm, small tables; of a stage that only ends the model the tied table of words."""
-        model, first, learns = self.config.model, frozenset({(0, "B")}), not self.config.adapter.is_used
+        model, first = self.config.model, (0, "B")
         if not self.load.is_first and not (self.load.is_last and model.tied):
             return
-        sources = first if self.load.is_first else frozenset[Source]()
+        sources = [first] * self.load.is_first
         if model.tied and self.load.is_last:
-            sources |= {(len(self.load.layers) - 1, self.deferred)}
+            sources.append((len(self.load.layers) - 1, self.deferred))
         tokens = self.table("embedding.tokens.weight")
-        yield tokens._replace(tied="ends" if model.tied else None, sources=sources, learns=learns)
+        yield self.used(tokens._replace(tied="ends" if model.tied else None), *sources)
         if not self.load.is_first:
             return
         if self.model_ends.norm is not None:
             for parameter in self.norm("embedding.norm", self.model_ends.norm):
-                yield parameter._replace(sources=first, learns=learns)
+                yield self.used(parameter, first)
         for each in self.model_ends.tables:
             table = StageParameter(f"embedding.{each.name}.weight", each.rows, model.hidden_size)
-            yield table._replace(partial=self.over_sequence, sources=first, learns=learns)
+            yield self.used(table._replace(partial=self.over_sequence), first)
 
     def table(self, name: str) -> StageParameter:
         """Embedding of tokens, or the head."""

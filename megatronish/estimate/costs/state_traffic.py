@@ -252,8 +252,7 @@ class StateTraffic(StepTraffic):
                 self.add("shard", "all-to-all", times * self.coded_bytes(padded))
             elif shard > 1:
                 self.add("shard", "reduce-scatter", times * self.reduced_width * size)
-            # Without padding: the last ranks may have fewer rows, or none.
-            own = min(max(parameter.rows - part * self.shard_ranks.get(parameter.domain, 0), 0), part)
+            own = parameter.own_rows(shard, self.shard_ranks.get(parameter.domain, 0))  # without padding
             if copies > 1:
                 self.add("replicate", "all-reduce", self.reduced_width * own * parameter.columns)
             for axis in self.sums_over(parameter):
@@ -261,24 +260,14 @@ class StateTraffic(StepTraffic):
 
     def _matrices(self, domain: str) -> None:
         """Muon: pieces of matrices are reduce-scattered to their owners, and the updates gathered back."""
-        for width in self.round_widths(domain):
+        axes = owners(candidate_of(self.config).mesh, self.data_ranks[domain], domain)
+        learning = (each.matrices for each in self.parameters if each.learns and each.domain == domain)
+        largest_first = sorted(chain.from_iterable(learning), reverse=True)
+        for round_size in round_sizes(largest_first, num_ranks=prod(ranks for _, ranks in axes)):
             # A row of an owner grows, as the ranks of one axis after the other gather it, to the whole buffer.
-            size = 4 * width
-            for axis, ranks in self.owners(domain):
+            size = 4 * round_size.width
+            for axis, ranks in axes:
                 size *= ranks
                 self.add(axis, "all-gather", size)
                 if axis != "replicate":
                     self.add(axis, "reduce-scatter", size)
-
-    def owners(self, domain: str) -> list[tuple[str, int]]:
-        """Axes over which Muon's matrices are spread."""
-        return owners(candidate_of(self.config).mesh, self.data_ranks[domain], domain)
-
-    def round_widths(self, domain: str) -> list[int]:
-        """Elements of an owner's row in each round of Muon."""
-        learning = (
-            parameter.matrices for parameter in self.parameters if parameter.learns and parameter.domain == domain
-        )
-        largest_first = sorted(chain.from_iterable(learning), reverse=True)
-        num_ranks = prod(ranks for _, ranks in self.owners(domain))
-        return [each.width for each in round_sizes(largest_first, num_ranks=num_ranks)]

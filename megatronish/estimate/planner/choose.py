@@ -12,7 +12,7 @@ from megatronish.config.fields import with_fields
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, config_of
 from megatronish.estimate.planner.devices import device_table
-from megatronish.estimate.planner.exact import Planned, fullest_stage, plan_of, refusal
+from megatronish.estimate.planner.exact import Planned, StageMemory, fullest_stage, plan_of, refusal
 from megatronish.estimate.planner.search import Found, Search, SearchResult
 
 MOST_TRIES = 12  # layouts of one mesh that are looked at exactly
@@ -108,13 +108,20 @@ def does_not_fit(search: Search, tried: SearchResult) -> str:
         return _nothing_legal(search)
     nbytes, candidate = tried.smallest
     fullest = fullest_stage(config_of(search.config, candidate), search.work.vocab_size)
-    owner, size = max(fullest.owners.items(), key=lambda item: item[1])
     nbytes = fullest.memory.total if fullest.memory.total > search.limit else nbytes
     return (
         f"no layout fits: {tried.legal:,} were tried on {search.gpus} {search.device.name}, and the smallest "
-        f"({candidate.mesh_text}, {candidate.choices_text}) needs {nbytes / GIB:.1f} GiB on stage {fullest.stage} and "
-        f"lacks {(nbytes - search.limit) / GIB:.1f} of them, as a plan may fill {search.limit / GIB:.1f} of "
-        f"{search.device.memory_gib:g} GiB; most are {owner} ({size / GIB:.1f} GiB); {_cheapest(search)}"
+        f"({candidate.mesh_text}, {candidate.choices_text}) {_lack(search, nbytes, fullest)}; {_cheapest(search)}"
+    )
+
+
+def _lack(search: Search, nbytes: int, fullest: StageMemory) -> str:
+    """What a layout needs on its fullest stage, what it lacks there, and what most of it is."""
+    owner, size = max(fullest.owners.items(), key=lambda item: item[1])
+    return (
+        f"needs {nbytes / GIB:.1f} GiB on stage {fullest.stage} and lacks {(nbytes - search.limit) / GIB:.1f} of them, "
+        f"as a plan may fill {search.limit / GIB:.1f} of {search.device.memory_gib:g} GiB; most are {owner} "
+        f"({size / GIB:.1f} GiB)"
     )
 
 
@@ -172,8 +179,7 @@ def _nothing_legal(search: Search) -> str:
 def layout_does_not_fit(search: Search, planned: Planned) -> str:
     """Why one layout cannot run, and the neighbour of it that fits and costs least time."""
     fullest, candidate = planned.fullest, planned.candidate
-    total, (owner, size) = fullest.memory.total, max(fullest.owners.items(), key=lambda item: item[1])
-    neighbours = []
+    total, neighbours = fullest.memory.total, []
     for neighbour, change in _neighbours(candidate, search.config.model.num_experts is not None):
         if search.is_legal(neighbour) and search.work.global_batch % (neighbour.micro_batch * neighbour.mesh.dp) == 0:
             stages = search.stages(neighbour)
@@ -186,12 +192,7 @@ def layout_does_not_fit(search: Search, planned: Planned) -> str:
     else:
         remedy = next((text for larger, text in _larger_devices(search) if larger.limit >= total), "")
         remedy = remedy or _cheapest(search)
-    return (
-        f"{candidate.mesh_text}, {candidate.choices_text} does not fit: it needs {total / GIB:.1f} GiB on stage "
-        f"{fullest.stage} and lacks {(total - search.limit) / GIB:.1f} of them, as a plan may fill "
-        f"{search.limit / GIB:.1f} of {search.device.memory_gib:g} GiB; most are {owner} ({size / GIB:.1f} GiB); "
-        f"{remedy}"
-    )
+    return f"{candidate.mesh_text}, {candidate.choices_text} does not fit: it {_lack(search, total, fullest)}; {remedy}"
 
 
 def _neighbours(candidate: Candidate, has_experts: bool) -> Iterator[tuple[Candidate, str]]:

@@ -14,6 +14,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from megatronish.config.config import Config
+from megatronish.config.sections.model import ModelConfig
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.estimate.planner.devices import Device
 
@@ -60,10 +61,11 @@ MEASURED = KnownError(
 )
 
 
-def known_error(*, device: str, calibrated: bool, has_experts: bool) -> KnownError:
+def known_error(device: Device, model: ModelConfig) -> KnownError:
     """The error to expect of a step: larger where the constants were fitted to nothing like it."""
-    of_kind = [*(["experts"] if has_experts else []), *([] if device in FITTED_ON else [device])]
-    if calibrated and not has_experts:
+    has_experts = model.num_experts is not None
+    of_kind = [*(["experts"] if has_experts else []), *([] if device.name in FITTED_ON else [device.name])]
+    if device.calibrated is not None and not has_experts:
         return MEASURED
     if not of_kind:
         return MEAN

@@ -6,7 +6,7 @@ from megatronish.config.config import Config
 from megatronish.estimate.costs.candidate import Candidate, candidate_of, complaints, config_of
 from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.costs.memory_table import Memory
-from megatronish.estimate.planner.layer_time import NOTHING, Passes
+from megatronish.estimate.planner.layer_time import Passes
 from megatronish.estimate.planner.pipeline_time import PipelineSeconds, Waits, waits
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
@@ -87,14 +87,10 @@ def exact_step(clock: StepClock, candidate: Candidate, stages: StageLayers, conf
 def _simulated(clock: StepClock, candidate: Candidate, config: Config, closed: PipelineSeconds) -> PipelineSeconds:
     work = clock.work
     stages = Stages.of(config.parallel, work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
-    kinds, embedding, head = clock.of_kinds(candidate)
     times: dict[StageChunk, Passes] = {}
     for place in stages.placement:
-        passes = NOTHING
-        for kind, count in zip(kinds, counted(work, stages.layers_at(place)), strict=True):
-            passes = passes.plus(kind, count)
-        passes = passes.plus(embedding) if stages.is_first(place) else passes
-        times[place] = passes.plus(head) if stages.is_last(place) else passes
+        counts, ends = counted(work, stages.layers_at(place)), (stages.is_first(place), stages.is_last(place))
+        times[place] = clock.passes_of(candidate, counts, is_first=ends[0], is_last=ends[1])
     splits = stages.schedule.has_weight_gradients
 
     def duration(stage: int, action: Action) -> float:

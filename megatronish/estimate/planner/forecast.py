@@ -46,11 +46,7 @@ def forecast(
     work = Workload.of(config, vocab_size)
     clock = StepClock(work, device, Efficiencies())
     step = exact_step(clock, candidate, StageLayers.of(work, config.parallel), config)
-    error = known_error(
-        device=device.name,
-        calibrated=device.calibrated is not None,
-        has_experts=config.model.num_experts is not None,
-    )
+    error = known_error(device, config.model)
     return figures | {
         "step_seconds": {
             "low": step.low * (1 - error.part),

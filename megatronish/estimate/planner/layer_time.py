@@ -180,13 +180,11 @@ class LayerClock:
     def passes(self, kind: LayerKind, candidate: Candidate) -> Passes:
         """Times of one layer for a micro-batch."""
         row, mesh, tokens = kind.cost, candidate.mesh, self.tokens(candidate)
-        forward, backward, weight, of_experts = Parts(), Parts(), Parts(), 0.0
+        products, of_experts = [0.0, 0.0, 0.0], 0.0
         for linear in row.linears:
             seconds = self._linear(linear, mesh, tokens)
             of_experts += sum(seconds[: 2 if self.work.adapter.is_used else 3]) if linear.copies > 1 else 0.0
-            forward = forward.plus(Parts(products=seconds[0]))
-            backward = backward.plus(Parts(products=seconds[1]))
-            weight = weight.plus(Parts(products=seconds[2]))
+            products = [mine + more for mine, more in zip(products, seconds, strict=True)]
         cores = [self._core(core, mesh, candidate.micro_batch) for core in row.cores]
         ring = [self._context(row, core, mesh, tokens, cores[n]) for n, core in enumerate(row.cores)]
         attended = [sum(core[0] for core in cores), sum(core[1] for core in cores)]
@@ -195,16 +193,16 @@ class LayerClock:
         has_experts = any(linear.copies > 1 for linear in row.linears)
         sublayers = sum(linear.cut == "row" and linear.copies == 1 for linear in row.linears)
         tensor = self._tensor(candidate, tokens, sublayers, is_backward=False)
-        forward = forward.plus(Parts(0.0, attended[0], pointwise, tensor, sum(part[0] for part in ring), exchanged))
-        backward = backward.plus(
-            Parts(
-                attention=attended[1],
-                pointwise=BACKWARD_POINTWISE * pointwise,
-                tensor=self._tensor(candidate, tokens, sublayers, is_backward=True),
-                context=sum(part[1] for part in ring),
-                experts=exchanged,
-            )
+        forward = Parts(products[0], attended[0], pointwise, tensor, sum(part[0] for part in ring), exchanged)
+        backward = Parts(
+            products[1],
+            attended[1],
+            BACKWARD_POINTWISE * pointwise,
+            self._tensor(candidate, tokens, sublayers, is_backward=True),
+            sum(part[1] for part in ring),
+            exchanged,
         )
+        weight = Parts(products[2])
         host = self.host_seconds * (EXPERTS_ON_HOST if has_experts else 1.0)
         if self.work.adapter.is_used:
             more = self.adapters.of_layer(kind, mesh, tokens, shares_sequence=candidate.sequence_parallel)

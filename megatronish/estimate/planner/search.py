@@ -67,11 +67,7 @@ class Search:
     @property
     def error(self) -> KnownError:
         """What is known of the error of its times."""
-        return known_error(
-            device=self.device.name,
-            calibrated=self.device.calibrated is not None,
-            has_experts=self.config.model.num_experts is not None,
-        )
+        return known_error(self.device, self.config.model)
 
     def interval(self, step: StepSeconds) -> tuple[float, float]:
         """Both ends of a step's seconds, with that error."""

@@ -4,11 +4,12 @@ Two ends: the better one hides as much of each transfer as overlapping computati
 plan is ranked by the worse end; what is expected is the middle.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes
 from megatronish.estimate.costs.parameters import quantised
 from megatronish.estimate.costs.state_traffic import DataRanks, matrix_groups, matrix_rounds, owners
@@ -66,10 +67,6 @@ class StepClock:
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     overlaps: bool = True
     """Whether transfers overlap with computation at all."""
-    _passes: dict[Candidate, tuple[tuple[Passes, ...], Passes, Passes]] = field(default_factory=dict)
-    _briefs: dict[Candidate, tuple[tuple[Brief, ...], Brief, Brief]] = field(default_factory=dict)
-    _stages: dict[tuple[Candidate, StageLayers], tuple[StageTimes, Brief]] = field(default_factory=dict)
-    _around: dict[tuple[MeshSizes, StageLayers, int], tuple[float, float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.machine = Machine.of(self.device, self.efficiencies, self.work.precision)
@@ -129,24 +126,25 @@ class StepClock:
 
     def of_kinds(self, candidate: Candidate) -> tuple[tuple[Passes, ...], Passes, Passes]:
         """Times of each kind of layer, of the embedding and of the head; the same in many layouts."""
-        key = _without_stages(candidate)
-        if key not in self._passes:
-            kinds = tuple(self.layers.passes(kind, key) for kind in self.work.kinds)
-            self._passes[key] = kinds, self.layers.embedding(key), self.layers.head(key)
-        return self._passes[key]
+        return self._of_kinds(_without_stages(candidate))
+
+    @remembered
+    def _of_kinds(self, alone: Candidate) -> tuple[tuple[Passes, ...], Passes, Passes]:
+        kinds = tuple(self.layers.passes(kind, alone) for kind in self.work.kinds)
+        return kinds, self.layers.embedding(alone), self.layers.head(alone)
 
     def stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
         """Times of a micro-batch on the stages, and those of the slowest one."""
-        key = (_without_stages(candidate), stages)
-        if key not in self._stages:
-            self._stages[key] = self._new_stage_times(key[0], stages)
-        return self._stages[key]
+        return self._stage_times(_without_stages(candidate), stages)
 
-    def _new_stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
-        if candidate not in self._briefs:
-            kinds, first, last = self.of_kinds(candidate)
-            self._briefs[candidate] = tuple(map(Brief.of, kinds)), Brief.of(first), Brief.of(last)
-        of_kinds, embedding, head = self._briefs[candidate]
+    @remembered
+    def _briefs(self, alone: Candidate) -> tuple[tuple[Brief, ...], Brief, Brief]:
+        kinds, first, last = self._of_kinds(alone)
+        return tuple(map(Brief.of, kinds)), Brief.of(first), Brief.of(last)
+
+    @remembered
+    def _stage_times(self, alone: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
+        of_kinds, embedding, head = self._briefs(alone)
         slowest, most, together, sums, p = Brief(*NO_SECONDS), -1.0, 0.0, [0.0, 0.0, 0.0], 0
         for counts, is_first, is_last, number in stages.shapes:
             numbers = [*NO_SECONDS]
@@ -163,16 +161,12 @@ class StepClock:
                 slowest, most = Brief(*numbers), seconds
         return StageTimes(most, together, *(each / p for each in sums)), slowest
 
-    def passes_of_stages(self, candidate: Candidate, stages: StageLayers) -> list[Passes]:
-        """Times of a micro-batch on each stage, embedding and head where they are."""
+    def passes_of(self, candidate: Candidate, counts: Sequence[int], *, is_first: bool, is_last: bool) -> Passes:
+        """Times of a micro-batch on so many layers of each kind, with embedding and head where they are."""
         kinds, embedding, head = self.of_kinds(candidate)
-        passes = []
-        for number, counts in enumerate(stages.counts):
-            of_stage = NOTHING
-            for kind, count in zip(kinds, counts, strict=True):
-                of_stage = of_stage.plus(kind, count)
-            of_stage = of_stage.plus(embedding) if number == stages.first else of_stage
-            passes.append(of_stage.plus(head) if number == stages.last else of_stage)
+        passes = NOTHING
+        for part, number in [*zip(kinds, counts, strict=True), (embedding, is_first), (head, is_last)]:
+            passes = passes.plus(part, number) if number else passes
         return passes
 
     def worse_ends(self, candidate: Candidate, stages: StageLayers, zeros: Iterable[int]) -> list[float]:
@@ -205,18 +199,17 @@ class StepClock:
             hop=self.hop(candidate),
         )
 
+    @remembered
     def _around_passes(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> tuple[float, float, float]:
-        """Seconds of the data-parallel exchange, once a step and for each micro-batch, and of the optimizer."""
-        key = (mesh, stages, zero)
-        if key not in self._around:
-            self._around[key] = self._new_around(mesh, stages, zero)
-        return self._around[key]
+        """Seconds of the data-parallel exchange, once a step and for each micro-batch, and of the optimizer.
 
-    def _new_around(self, mesh: MeshSizes, stages: StageLayers, zero: int) -> tuple[float, float, float]:
-        """Gradients over data-parallel ranks, parameters back under ZeRO, and the tied embedding; the update."""
+        Gradients over data-parallel ranks, parameters back under ZeRO, and the tied embedding; the update.
+        """
         work, links = self.work, self.links
         once = each = 0.0
-        all_of, learned = stages.largest_parameters(mesh), stages.largest_parameters(mesh, learned=True)
+        all_of, learned = (
+            stages.largest_parameters(mesh.tp, mesh.ep * mesh.etp, learned=learns) for learns in (False, True)
+        )
         wanted = work.gradient_bytes if zero < 3 else 4
         sent = bytes_of_block(work.codes) / CODE_BLOCK if work.codes is not None and zero else wanted
         ranks_of = ((mesh.cp * mesh.dp, mesh.tp), (mesh.edp, mesh.ep * mesh.etp))

@@ -13,7 +13,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.names import OBJECTIVE_NAMES
-from megatronish.estimate.costs.candidate import MeshSizes
+from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.disk_traffic import DiskTraffic, disk_traffic
 from megatronish.estimate.costs.layer_kind_memory import LayerKind, layer_kinds
 from megatronish.estimate.costs.parameters import parameters_of_stage
@@ -21,6 +21,7 @@ from megatronish.parallel.bucketing import WEIGHT_CODES, bytes_of_block
 from megatronish.parallel.schedules.live_activations import StageLoad
 from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.parallel.stages import Stages
+from megatronish.specs.attention import AttentionSpec
 from megatronish.specs.costs import Count, sum_counts
 
 Attention = Literal["flash", "unfused", "blocks"]
@@ -63,7 +64,7 @@ class Workload:
         """The workload that a config describes."""
         training, model, parallel = config.training, config.model, config.parallel
         attention: Attention = "unfused"
-        if training.attention_backend in ("auto", "flash") and model.attn_logit_softcapping is None:
+        if not AttentionSpec.of(model).is_explicit(training.attention_backend):
             attention = "blocks" if model.attention_dropout > 0 else "flash"
         return cls(
             model=model,
@@ -129,7 +130,6 @@ class StageLayers:
     loads: tuple[StageLoad, ...] = ()
     defers: bool = False
     """Whether weight gradients wait for actions of their own."""
-    _largest: dict[tuple[MeshSizes, bool], tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Workload, parallel: ParallelConfig) -> "StageLayers":
@@ -176,20 +176,20 @@ class StageLayers:
         """Numbers of layers of a stage, by kind."""
         return dict(zip(self.work.kinds, self.counts[stage], strict=True))
 
-    def largest_parameters(self, mesh: MeshSizes, *, learned: bool = False) -> tuple[float, float]:
-        """(dense parameters, experts) on a rank of the stage that has most of them, all or those that learn."""
-        key = mesh._replace(dp=1, cp=1, pp=1), learned
-        if key not in self._largest:
-            # Stages in the middle are alike: the ends and the fullest one are enough.
-            fullest = max(range(len(self.counts)), key=lambda stage: sum(self.counts[stage]))
-            of = self.learned if learned else self.parameters
-            counts = [of(stage, mesh.tp) for stage in sorted({self.first, self.last, fullest})]
-            ranks = mesh.ep * mesh.etp
-            self._largest[key] = (
-                float(max(count.without_experts.per_rank(mesh.tp) for count in counts)),
-                float(max(count.experts // ranks for count in counts)),
-            )
-        return self._largest[key]
+    @remembered
+    def largest_parameters(self, tp: int, experts: int, *, learned: bool = False) -> tuple[float, float]:
+        """(dense parameters, experts) on a rank of the stage that has most of them, all or those that learn.
+
+        Ranks of `tp` cut what is dense, and so many ranks the `experts`.
+        """
+        # Stages in the middle are alike: the ends and the fullest one are enough.
+        fullest = max(range(len(self.counts)), key=lambda stage: sum(self.counts[stage]))
+        of = self.learned if learned else self.parameters
+        counts = [of(stage, tp) for stage in sorted({self.first, self.last, fullest})]
+        return (
+            float(max(count.without_experts.per_rank(tp) for count in counts)),
+            float(max(count.experts // experts for count in counts)),
+        )
 
     @cached_property
     def ends(self) -> list[int]:

@@ -10,9 +10,8 @@ from megatronish.engine.engine import Engine
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Metrics, metrics_of
 from megatronish.optim.outer import OuterOptimizer
-from megatronish.report.metrics import Console
+from megatronish.report.metrics import Console, add_line
 from megatronish.report.trackers.tracker import Trackers
-from megatronish.train.folder import add_line
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 BatchOf = Callable[[int], list[MicroBatch]]

@@ -16,9 +16,8 @@ from tqdm import tqdm
 from megatronish.config.sections.run import LogConfig
 from megatronish.core.aside import Aside
 from megatronish.engine.balancing import ExpertLoad
-from megatronish.report.metrics import EXPERTS_FILE, Console, Value, file_line, points
+from megatronish.report.metrics import EXPERTS_FILE, Console, Value, add_line, file_line, points
 from megatronish.report.trackers.tracker import Trackers
-from megatronish.train.folder import add_line
 from megatronish.train.trainer import Hook, StepRecord, Trainer
 
 
