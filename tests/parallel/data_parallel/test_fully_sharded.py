@@ -264,7 +264,7 @@ def test_a_run_whose_neighbours_keep_what_is_gathered_writes_the_same_run(tmp_pa
 
 
 def bytes_of_gradients(place: Place) -> tuple[int, int]:
-    """Bytes of this rank's rows of experts, and of the memory behind all gradients beyond that of rows, after a step."""
+    """Bytes of this rank's rows of experts, and of the memory behind gradients without rows, after a step."""
     flags = "--num-experts 2 --moe-router-topk 1 --moe-ffn-hidden-size 24 --dp 4 --ep 2 --etp 1 --zero-stage 3"
     _, engine, job = build(place, flags)
     batches = job.batches_of(job.datasets.train)(0, job.config.global_batch_size)
