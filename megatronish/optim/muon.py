@@ -206,8 +206,8 @@ class MatrixDistribution:
         #    [ranks, width] -> [ranks / axis.size, width] -> ... -> [replicas, width].
         for axis in self._summed_over:
             buffer = comm.start_reduce_scatter(buffer, axis).wait()
-        # 2. Replicas now have the same rows, and each keeps its own without communication: a copy, for a view would keep
-        #    the rows of all of them in memory.
+        # 2. Replicas now have the same rows, and each keeps its own without communication: as a copy, for a view would
+        #    keep the rows of all of them in memory.
         mine = comm.piece_of(buffer, self._replicate_axis)
         return mine if self._replicate_axis.size == 1 else mine.clone()
 
