@@ -22,7 +22,10 @@ from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 BLOCK_BYTES = 8 * 2**20
-"""Scores of a block of attention with dropout, in fp32: two blocks at a time, and without operators eight."""
+"""Scores of a block of attention with dropout, in fp32, as attention/dropout_attention.py cuts them for a GPU.
+
+A backward has three such blocks at a time, and eight without fused operators.
+"""
 BLOCK_QUERIES = 64
 
 

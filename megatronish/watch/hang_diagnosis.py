@@ -224,7 +224,7 @@ class RankWords:
         self.layout, self.host = layout, host
 
     def rank(self, rank: int) -> str:
-        """rank 13 (tp 1, pp 3, dp 0): sizes of one are left out."""
+        """rank 13 (tp 1, dp 0, pp 3): sizes of one are left out."""
         place = self.layout.coordinates(rank)
         sizes = {axis: getattr(self.layout, axis) for axis in ("tp", "cp", "dp", "pp")}
         parts = [f"{axis} {getattr(place, axis)}" for axis, size in sizes.items() if size > 1]

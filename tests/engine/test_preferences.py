@@ -53,6 +53,7 @@ CHOSEN = [
     ("orpo, a pair a row", "cp 2, micro-batches of 2"),
     ("robust", "dp 2, ZeRO 1"),
     ("simpo", "dp 2 x tp 2"),
+    ("cpo", "dp 2 x tp 2"),
     ("orpo", "cp 2 a2a x dp 2, ZeRO 2"),
 ]
 

@@ -34,7 +34,7 @@ def serial(problem: Problem) -> Record:
 
 
 def whole(records: Sequence[Parts]) -> dict[str, Tensor]:
-    """The global tensors; an assertion where embedding_axis of one element differ in a bit, or nobody holds one.
+    """The global tensors; an assertion where holders of one element differ in a bit, or nobody holds one.
 
     So copies are compared on the way: data ranks, replicas over tp, both ends of a tied embedding.
     """

@@ -48,7 +48,7 @@ Parts = dict[str, list[Held]]
 
 
 class Routed(NamedTuple):
-    """What routers of a run saw: choices of each expert in every step [L, E], their state at the end by its name.
+    """What routers of a run saw: numbers of tokens of each expert in every step [L, E], their state at the end by its name.
 
     `choices` of one process are those of every token, for a run in another precision to replay.
     """
@@ -69,6 +69,7 @@ class Record(NamedTuple):
     metrics: list[dict[str, float]]
     grad_norms: list[float]
     evaluation: tuple[float, int]
+    """Loss after the last step, and the number of tokens that it is the mean of."""
     params_norm: float
     initial_parts: Parts
     gradient_parts: Parts
@@ -121,6 +122,7 @@ class Pairs:
         return pair((text[: size // 3], text[size // 3 :]), length=self.length, masks=MASKS, is_swapped=index % 5 > 0)
 
 
+HIDDEN = SpanRule(0.3, 2.0)
 SPANS = SpanTokens(start=4, end=1, filler=4, sentinels=range(VOCABULARY - 1, VOCABULARY - 6, -1))
 
 
@@ -137,7 +139,7 @@ class Texts:
 
     def __init__(self, seq_length: int, *, filled: bool) -> None:
         encoder, decoder = sides_of(seq_length)
-        self.length = text_length(SpanRule(0.3, 2.0), encoder_length=encoder, decoder_length=decoder) + 1
+        self.length = text_length(HIDDEN, encoder_length=encoder, decoder_length=decoder) + 1
         self.filled = filled
 
     def sample(self, index: int) -> Sample:
@@ -209,7 +211,8 @@ def one_step(
 def is_steady(engine: Engine, optimizer: str, name: str) -> bool:
     """Whether steps of this parameter multiply no rounding noise.
 
-    Those of Adam do where a gradient is truly zero, as that of a key's bias: it makes whole steps of it.
+    Those of Adam, which Muon takes for all but matrices, do where a gradient is truly zero, as that of a key's bias: they
+    are whole steps of the noise.
     """
     return optimizer == "sgd" or engine.stage.shardings[name].role == "matrix"
 
@@ -226,7 +229,7 @@ def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatc
     collate: Callable[[Sequence[Sample], Sequence[int]], MicroBatch] = rows
     if problem.model.has_encoder:
         dataset, (encoder, decoder) = Texts(problem.seq_length, filled=problem.documents), sides_of(problem.seq_length)
-        hide = SpanCollator(SPANS, encoder, decoder, SEED, SpanRule(0.3, 2.0))
+        hide = SpanCollator(SPANS, encoder, decoder, SEED, HIDDEN)
 
         def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
             batch = hide(samples, sample_ids)

@@ -1,10 +1,10 @@
 """ZeRO-3 on torch's `fully_shard`: the data ranks shard parameters, gradients and optimizer states.
 
-Each rank keeps some rows of every parameter, in fp32: they are the optimizer's masters. Rows of what is frozen are in
-the precision of the run. A layer's parameters are
-all-gathered, in the precision of the run, when its forward or its backward begins, and freed when it ends; what is left
-of the stage (embedding, final norm, head) is one more such unit around them. After the backward of each micro-batch the
-gradients are reduce-scattered, as ZeRO-2's are, and add up in fp32 where the optimizer reads them.
+Each rank keeps some rows of every parameter, in fp32: they are the optimizer's masters, unless those are offloaded.
+Rows of what is frozen are in the precision of the run, or in their codes. A layer's parameters are all-gathered, in the
+precision of the run, when its forward or its backward begins, and freed when it ends; what is left of the stage
+(embedding, final norm, head) is one more such unit around them. In the backward of each micro-batch the gradients of a
+unit are reduce-scattered, as ZeRO-2's are, and add up in fp32 where the optimizer reads them.
 
 The stage comes on the meta device. Rows are allocated once it is sharded, and filled with what their names and places
 say: no rank ever holds more than its share of the model and what one layer is gathered into.
@@ -218,7 +218,7 @@ class FullySharded:
         copy_between([(self._rows[name], master) for name, master in self._masters.items()])
 
     def wait_for_parameters(self) -> None:
-        """Nothing to wait for: what a rank keeps is the masters."""
+        """Nothing to wait for: rows are written before the step ends."""
 
     def gather_before(self, module: nn.Module, names: Sequence[str]) -> None:
         """A forward waits for what it gathers in any case."""
@@ -244,7 +244,7 @@ def _allocate(stage: nn.Module, offload: Offload, device: torch.device) -> None:
 
 
 def _sharded(stage: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    """The parameters, which are no longer what they were."""
+    """The parameters, which `fully_shard` has made DTensors."""
     for name, parameter in stage.named_parameters():
         assert isinstance(parameter, DTensor)
         yield name, parameter
