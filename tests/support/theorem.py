@@ -48,7 +48,7 @@ Parts = dict[str, list[Held]]
 
 
 class Routed(NamedTuple):
-    """What routers of a run saw: numbers of tokens of each expert in every step [L, E], their state at the end by its name.
+    """What routers of a run saw: tokens of each expert in every step, as numbers [L, E], and their states at the end.
 
     `choices` of one process are those of every token, for a run in another precision to replay.
     """
@@ -211,8 +211,8 @@ def one_step(
 def is_steady(engine: Engine, optimizer: str, name: str) -> bool:
     """Whether steps of this parameter multiply no rounding noise.
 
-    Those of Adam, which Muon takes for all but matrices, do where a gradient is truly zero, as that of a key's bias: they
-    are whole steps of the noise.
+    Those of Adam, which Muon takes for all but matrices, do where a gradient is truly zero, as that of a key's bias:
+    they are whole steps of the noise.
     """
     return optimizer == "sgd" or engine.stage.shardings[name].role == "matrix"
 
