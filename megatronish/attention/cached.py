@@ -1,10 +1,10 @@
 """KV cache: keys and values of the tokens so far, for generation token by token.
 
 They are kept as attention reads them, rotated and normalised, of this rank's layers and key/value heads; of latent
-attention there is one latent for all heads, and no values (model/latent_attention.py). The texts of a
-batch end in the same column; a shorter text begins in a later one, and the columns before it are masked as another
-document would be (mask.py). Of a model with an encoder the columns are those of its decoder; the keys and values that
-cross attention has of the encoder's text are kept from the first forward on, with the mask of its filler.
+attention there is one latent for all heads, and no values (model/latent_attention.py). The texts of a batch end in the
+same column; a shorter text begins in a later one, and the columns before it are masked as another document would be
+(mask.py). Of a model with an encoder the columns are those of its decoder; the keys and values that cross attention has
+of the encoder's text are kept from the first forward on, with the mask of its filler.
 """
 
 from collections.abc import Sequence
