@@ -1,9 +1,10 @@
 """KV cache: keys and values of the tokens so far, for generation token by token.
 
-They are kept as attention reads them, rotated and normalised, of this rank's layers and key/value heads. The texts of a
-batch end in the same column; a shorter text begins in a later one, and the columns before it are masked as another
-document would be (mask.py). Of a model with an encoder the columns are those of its decoder; the keys and values that
-cross attention has of the encoder's text are kept from the first forward on, with the mask of its filler.
+They are kept as attention reads them, rotated and normalised, of this rank's layers and key/value heads; of latent
+attention there is one latent for all heads, and no values (model/latent_attention.py). The texts of a batch end in the
+same column; a shorter text begins in a later one, and the columns before it are masked as another document would be
+(mask.py). Of a model with an encoder the columns are those of its decoder; the keys and values that cross attention has
+of the encoder's text are kept from the first forward on, with the mask of its filler.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,7 @@ class KeyValueCache:
     def extended(self, k: Tensor, v: Tensor, *, layer: int) -> tuple[Tensor, Tensor]:
         """Append keys and values [s, B, k, H] of the newest columns, and return those of all columns so far."""
         if layer not in self._layers:
-            room = (self.capacity, *k.shape[1:])
-            self._layers[layer] = _LayerCache(k.new_empty(room), v.new_empty(room))
+            self._layers[layer] = _LayerCache(*(x.new_empty(self.capacity, *x.shape[1:]) for x in (k, v)))
         start, stop = self.num_columns, self.num_columns + k.shape[0]
         for kept, new in zip(self._layers[layer], (k, v), strict=True):
             kept[start:stop] = new

@@ -13,6 +13,7 @@ from megatronish.config.fields import FIELDS, with_fields
 from megatronish.config.rules.rule import MESH
 from megatronish.config.rules.t5 import SIDES
 from megatronish.config.sections.data import MOCK_VOCAB_SIZE, DataConfig
+from megatronish.config.sections.latent import SIZES
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
@@ -182,7 +183,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
-    notes += _idle_experts(config) + _idle_pattern(config.model)
+    notes += _idle_experts(config) + _idle_pattern(config.model) + _idle_latent(config.model)
     if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
         config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     # 4. Made-up tokens stand in for all files; the vocabulary remains, as the model's size depends on it.
@@ -285,6 +286,14 @@ def _idle_pattern(model: ModelConfig) -> list[str]:
     idle = [name for name in READ_BY["bigbird"] if name not in READ_BY[model.attention_pattern]]
     given = [f"{name}={getattr(model, name)}" for name in idle if getattr(model, name) != FIELDS[name].default]
     return [f"{', '.join(given)}: idle, as attention_pattern={model.attention_pattern}"] if given else []
+
+
+def _idle_latent(model: ModelConfig) -> list[str]:
+    """Note about sizes of latent attention in a model without it."""
+    if model.multi_latent_attention:
+        return []
+    given = [f"{name}={getattr(model, name)}" for name in SIZES if getattr(model, name) != FIELDS[name].default]
+    return [f"{', '.join(given)}: idle, as --multi-latent-attention is not given"] if given else []
 
 
 def _idle_router(model: ModelConfig) -> list[str]:

@@ -16,6 +16,7 @@ from megatronish.config.fields import FIELDS
 from megatronish.config.flag_meaning import Setting
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.portable import TOKENIZER_PATHS, with_copies
+from megatronish.config.sections.latent import SIZES
 from megatronish.config.sections.model import ModelConfig, canonical
 from megatronish.config.sections.pattern import READ_BY
 from megatronish.config.sections.run import CheckpointConfig
@@ -148,6 +149,7 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
         "softmax_scale": None if model.score_factor is None else model.softmax_scale,
         "window_attn_skip_freq": _pattern(model.windowed_layers),
         "window_rotary_base": model.window_rotary_base if model.has_window_rotation else None,
+        "latent_norm_epsilon": model.latent_epsilon,
         "no_rope_freq": _pattern(tuple(not rotated for rotated in model.rotated_layers)),
     }
     idle = _idle_fields(model)
@@ -169,6 +171,10 @@ def _idle_fields(model: ModelConfig) -> set[str]:
     idle |= {name for names in READ_BY.values() for name in names} - set(read)
     if not any(model.expert_layers):
         idle |= {"num_experts", *(name for name in vars(model) if name.startswith("moe_"))}
+    if model.multi_latent_attention:  # which has parts of heads in place of these
+        idle |= {"kv_channels", "rotary_percent"}
+    else:
+        idle |= {*SIZES, "rope_mscale", "rope_mscale_all_dim"}
     if not model.qk_layernorm:
         idle |= {"qk_layernorm_across_heads", "qk_layernorm_by_head", "qk_layernorm_1p"}
     if not model.is_gated:
@@ -192,5 +198,12 @@ ROPE_SCALING: dict[str, tuple[str, ...]] = {
         "rope_low_freq_factor",
         "rope_high_freq_factor",
     ),
-    "yarn": ("rope_scaling_factor", "rope_original_max_positions", "rope_beta_fast", "rope_beta_slow"),
+    "yarn": (
+        "rope_scaling_factor",
+        "rope_original_max_positions",
+        "rope_beta_fast",
+        "rope_beta_slow",
+        "rope_mscale",
+        "rope_mscale_all_dim",
+    ),
 }

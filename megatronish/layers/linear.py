@@ -27,7 +27,7 @@ from megatronish.layers.weight_gradients import AddsInPlace, SumOf, WeightGradie
 from megatronish.ops.grouped_mm import Groups
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, TensorParallel
-from megatronish.parallel.sharding import Cut, Init, Sharding
+from megatronish.parallel.sharding import Cut, Init, Role, Sharding
 
 
 class InputDropout(Protocol):
@@ -220,29 +220,43 @@ class RowParallelLinear(LinearLayer):
 
 
 class WholeLinear(LinearLayer):
-    """Linear layer that every rank of tp computes for its own tokens, [..., in] -> [..., out], with a bias.
+    """Linear layer that every rank of tp computes for its own tokens, [..., in] -> [..., out]: it needs no collective.
 
-    For what is outside of the layers and small: it needs no collective.
+    For what is small: dense layers at the end of a model, and the way down to latents. `section` names the output for
+    adapters.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, tp: TensorParallel, init_std: float) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: TensorParallel,
+        init_std: float,
+        bias: bool = True,
+        role: Role = "end",
+        section: str | None = None,
+    ) -> None:
         super().__init__()
-        self.tp, self.init_std = tp, init_std
+        self.section_names = () if section is None else (section,)
+        self.tp, self.init_std, self.role = tp, init_std, role
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def shardings(self) -> dict[str, Sharding]:
         """Whole on every rank; the gradients are partial over a cut sequence."""
         over, shape = self.tp.partial_over, (self.out_features, self.in_features)
-        return {
-            "weight": Sharding(shape, partial_over=over, role="end", init=Init(self.init_std)),
-            "bias": Sharding((self.out_features,), partial_over=over),
-        }
+        weight = Sharding(shape, partial_over=over, role=self.role, init=Init(self.init_std))
+        shardings = {"weight": self.product.stored(weight)}
+        if self.bias is not None:
+            shardings["bias"] = Sharding((self.out_features,), partial_over=over)
+        return shardings
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        return self.multiply(x, self.bias, tp=ALONE)
+    def forward(self, x: Tensor, *, drop: InputDropout | None = None) -> Tensor:
+        """[..., in] -> [..., out]. `drop`: see ColumnParallelLinear."""
+        y = self.multiply(x, self.bias, tp=ALONE)
+        return y if self.adapter is None else self.adapter(x, y, drop)
 
 
 def set_products(model: nn.Module, choose: Callable[[str, LinearLayer], Product]) -> None:

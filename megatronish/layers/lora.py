@@ -4,6 +4,7 @@ B begins at zero, so that the layer begins as the base's. Where things lie and w
 
     column-parallel    A whole, applied to own positions; B cut as the rows of W        A x [s, B, r] is gathered
     row-parallel       A cut as the columns of W; B whole, applied to own positions     A x [S, B, r] is reduced
+    whole              A and B whole, applied to own positions                          nothing
 
 So an adapter never gathers its layer's input, and any r goes with any tp.
 """
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish.layers.experts import DOMAIN, GroupedProduct, StackedLinear
-from megatronish.layers.linear import ALONE, ColumnParallelLinear, InputDropout, RowParallelLinear, linear
+from megatronish.layers.linear import ALONE, ColumnParallelLinear, InputDropout, RowParallelLinear, WholeLinear, linear
 from megatronish.ops.grouped_mm import Groups
 from megatronish.parallel import comm
 from megatronish.parallel.sharding import Cut, Init, Sharding
@@ -146,6 +147,25 @@ class RowLoRA(LoRA):
         low = F.linear(x, part.A)  # [S, B, r], one term of the sum over tp
         reduce = comm.reduce_scatter_to_sequence if self.tp.cuts_sequence else comm.reduce_from
         return torch.add(y, F.linear(reduce(low, self.tp.axis), part.B), alpha=self.settings.scale)
+
+
+class WholeLoRA(LoRA):
+    """LoRA of a layer that every rank has whole. `site` names its dropout masks within the transformer layer."""
+
+    def __init__(self, layer: WholeLinear, settings: LoRASettings, *, site: str) -> None:
+        over, rank, width = layer.tp.partial_over, settings.rank, layer.in_features
+        a = Sharding((rank, width), partial_over=over, role="lora_a", init=init_of_a(width))
+        b = Sharding((layer.out_features, rank), partial_over=over, role="lora_b")
+        (section,) = layer.section_names
+        super().__init__(settings, {section: LowRank(a, b)})
+        self.site = f"{site}.{section}"
+
+    def forward(self, x: Tensor, y: Tensor, drop: InputDropout | None) -> Tensor:
+        """[s, B, in], [s, B, out] -> [s, B, out]."""
+        ((_, part),) = self.parts()
+        if drop is not None and self.settings.dropout > 0.0:
+            x = drop.of_input(x, site=self.site, rate=self.settings.dropout)
+        return torch.add(y, F.linear(F.linear(x, part.A), part.B), alpha=self.settings.scale)
 
 
 class GroupedLoRA(LoRA):

@@ -8,8 +8,8 @@ from torch import nn
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.layers.experts import StackedLinear
 from megatronish.layers.ia3 import ColumnIA3, GroupedIA3, RowIA3
-from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
-from megatronish.layers.lora import ColumnLoRA, GroupedLoRA, LoRASettings, RowLoRA
+from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear, WholeLinear
+from megatronish.layers.lora import ColumnLoRA, GroupedLoRA, LoRASettings, RowLoRA, WholeLoRA
 from megatronish.model.gpt import GPT
 from megatronish.specs.adapter_targets import all_patterns, is_target
 
@@ -62,6 +62,8 @@ def make_adapter(target: Target, config: AdapterConfig) -> nn.Module:
         return GroupedLoRA(layer, sections, settings)
     if isinstance(layer, ColumnParallelLinear):
         return ColumnLoRA(layer, sections, settings, site=target.site)
+    if isinstance(layer, WholeLinear):
+        return WholeLoRA(layer, settings, site=target.site)
     return RowLoRA(_row(layer), settings, site=target.site)
 
 

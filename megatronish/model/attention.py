@@ -52,6 +52,11 @@ class CoreAttention:
     backend: AttentionBackend = "auto"
     recompute: bool = False
 
+    @property
+    def wants_one_size(self) -> bool:
+        """Whether values must be as wide as keys: explicit probabilities on one rank alone take others."""
+        return self.cp.size > 1 or self.backend in ("auto", "flash")
+
     def __call__(
         self,
         q: Tensor,

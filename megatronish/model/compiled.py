@@ -27,6 +27,7 @@ from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.gpt import TransformerBlock
+from megatronish.model.latent_attention import LatentAttention
 from megatronish.ops.compiled import compile_function
 from megatronish.ops.library import accumulation_dtype
 
@@ -110,7 +111,7 @@ def _run(compiled: Callable[..., Tensor], layer: TransformerBlock, x: Tensor, co
     return compiled(layer, x, context)
 
 
-def _make_mask(attention: Attention, context: Context, x: Tensor) -> None:
+def _make_mask(attention: Attention | LatentAttention, context: Context, x: Tensor) -> None:
     """Make what a layer's graph reads of the mask that layers share: made in a graph, it would be a graph of its own.
 
     And so would the next forward, which finds what the one before has made.
@@ -131,7 +132,7 @@ def _make_mask(attention: Attention, context: Context, x: Tensor) -> None:
 
 def _keep_out(module: nn.Module) -> None:
     """Leave what cannot be part of a graph to run between graphs."""
-    if isinstance(module, Attention) and not _is_one_graph(module):
+    if isinstance(module, Attention | LatentAttention) and not _is_one_graph(module):
         module.core = torch.compiler.disable(module.core)
     if isinstance(module, MixtureOfExperts) or not _is_local(module):
         module.forward = torch.compiler.disable(module.forward)
@@ -143,19 +144,21 @@ def _is_local(module: nn.Module) -> bool:
     """Whether a layer computes with torch's own functions alone."""
     if isinstance(module, AllHeadsNorm):
         return module.tp.size == 1
+    if isinstance(module, LatentAttention):  # whose shared key goes over tp
+        return module.tp.size == 1
     if isinstance(module, LinearLayer) and (module.weight_gradients is not None or module.product is not DENSE):
         return False
     return not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.tp.size == 1
 
 
-def _is_one_graph(attention: Attention) -> bool:
+def _is_one_graph(attention: Attention | LatentAttention) -> bool:
     """Whether a layer's core attention is: on a ring, with sinks, by blocks, or recomputed it has its own backward."""
     core = attention.core
     is_plain = core.cp.size == 1 and not core.recompute and attention.spec.softmax == "vanilla"
     return is_plain and not _goes_by_blocks(attention)
 
 
-def _goes_by_blocks(attention: Attention) -> bool:
+def _goes_by_blocks(attention: Attention | LatentAttention) -> bool:
     """Whether a layer's core attention may be that of attention/block_sparse.py."""
     spec, device = attention.spec, next(attention.parameters()).device
     if attention.core.backend in EXPLICIT:

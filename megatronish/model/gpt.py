@@ -36,12 +36,15 @@ from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.batch import MicroBatch
 from megatronish.model.context import Context, Masks, make_context
 from megatronish.model.experts import MixtureOfExperts
+from megatronish.model.latent_attention import LatentAttention
 from megatronish.model.mlp import MLP
 from megatronish.model.recompute import Recompute, recompute
 from megatronish.model.rope import RotaryEmbedding
 from megatronish.model.routing import Tally
 from megatronish.ops.softcap import soft_capped
 from megatronish.parallel.mesh import Axis, TensorParallel
+from megatronish.specs.attention import AttentionSpec
+from megatronish.specs.latent_attention import LatentAttentionSpec
 from megatronish.specs.layers import layer_specs
 from megatronish.watch.record import RankRecord
 
@@ -50,6 +53,21 @@ class MakeBlock(Protocol):
     """Constructor of layer number `layer` of the whole model: a module (x [S, B, D], Context) -> x."""
 
     def __call__(self, config: ModelConfig, /, *, layer: int, tp: TensorParallel, core: CoreAttention) -> nn.Module: ...
+
+
+def make_attention(
+    config: ModelConfig,
+    spec: AttentionSpec,
+    *,
+    layer: int,
+    tp: TensorParallel,
+    core: CoreAttention,
+    output_std: float,
+) -> Attention | LatentAttention:
+    """Self-attention of the kind that its spec is of."""
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttention(config, spec, layer=layer, tp=tp, core=core, output_std=output_std)
+    return Attention(config, spec, layer=layer, tp=tp, core=core, output_std=output_std)
 
 
 class TransformerBlock(nn.Module):
@@ -67,7 +85,7 @@ class TransformerBlock(nn.Module):
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
         make_norm = partial(residual_norm, config, tp=tp)
         self.attention_norm = make_norm() if placement != "output" else None
-        self.attention = Attention(config, spec.attention, layer=layer, tp=tp, core=core, output_std=output_std)
+        self.attention = make_attention(config, spec.attention, layer=layer, tp=tp, core=core, output_std=output_std)
         self.attention_output_norm = make_norm() if placement in ("output", "sandwich") else None
         self.mlp_norm = make_norm() if placement not in ("output", "parallel") else None
         self.mlp: MLP | MixtureOfExperts

@@ -12,7 +12,7 @@ from torch import nn
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.layers.experts import StackedLinear
 from megatronish.layers.int8 import Int8Form
-from megatronish.layers.linear import ALONE, ColumnParallelLinear, LinearLayer, RowParallelLinear
+from megatronish.layers.linear import ALONE, ColumnParallelLinear, LinearLayer, RowParallelLinear, WholeLinear
 from megatronish.layers.nf4 import NF4Form
 from megatronish.layers.quantised import QuantisedExperts, QuantisedProduct, QuantisedWeight, StoredForm
 from megatronish.parallel.sharding import HasShardings
@@ -56,8 +56,9 @@ def _quantise(layer: LinearLayer, make: MakeForm) -> None:
         form = make(layer.sections, layer.in_features)
         held = layer.product = QuantisedProduct(form, dense, rows=layer.tp.axis, columns=ALONE.axis, num_local=None)
     else:
-        assert isinstance(layer, RowParallelLinear)
+        assert isinstance(layer, RowParallelLinear | WholeLinear)
         form = make((layer.out_features,), layer.in_features)
-        held = layer.product = QuantisedProduct(form, dense, rows=ALONE.axis, columns=layer.tp.axis, num_local=None)
+        columns = layer.tp.axis if isinstance(layer, RowParallelLinear) else ALONE.axis
+        held = layer.product = QuantisedProduct(form, dense, rows=ALONE.axis, columns=columns, num_local=None)
     shape = held.stored_shape(tuple(local.shape))
     layer.weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=local.device), requires_grad=False)

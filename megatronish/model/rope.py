@@ -89,7 +89,7 @@ def rotate(x: Tensor, rotation: Rotation, *, interleaved: bool) -> Tensor:
 
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Radians a position [pairs], and the factor by which YaRN scales cos and sin (its attention temperature)."""
-    size = int(config.head_size * config.rotary_percent) // 2 * 2
+    size = config.rotary_size // 2 * 2
     frequencies = 1.0 / config.rotary_base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     scale = config.rope_scaling_factor
     match config.rope_scaling:
@@ -100,7 +100,7 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         case "llama3":
             return _llama3(frequencies, config), 1.0
         case "yarn":
-            return _yarn(frequencies, config, size), 0.1 * math.log(scale) + 1.0 if scale > 1 else 1.0
+            return _yarn(frequencies, config, size), config.rotary_growth
 
 
 def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:

@@ -2,19 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.specs.layers import LayerSpec, layer_specs
 
-SECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-DEFAULT_TARGETS = {"lora": SECTIONS, "ia3": ("k", "v", "down")}
+LATENT_SECTIONS = ("q_down", "kv_down", "kv_up")
+SECTIONS = ("q", "k", "v", *LATENT_SECTIONS, "o", "gate", "up", "down")
+DEFAULT_TARGETS = {"lora": SECTIONS, "ia3": ("k", "v", "kv_up", "down")}
 OTHER_NAMES = {
     "all-linear": SECTIONS,
     # PEFT's, of the Llama family and of GPT-2
-    **{f"{name}_proj": (name,) for name in SECTIONS},
+    **{f"{name}_proj": (name,) for name in SECTIONS if name not in LATENT_SECTIONS},
+    "q_a_proj": ("q_down",),
+    "q_b_proj": ("q",),
+    "kv_a_proj_with_mqa": ("kv_down",),
+    "kv_b_proj": ("kv_up",),
     "c_attn": ("q", "k", "v"),
     "c_fc": ("up",),
     # Megatron-LM's
@@ -22,6 +27,11 @@ OTHER_NAMES = {
     "linear_proj": ("o",),
     "linear_fc1": ("gate", "up"),
     "linear_fc2": ("down",),
+    "linear_q_proj": ("q",),
+    "linear_q_down_proj": ("q_down",),
+    "linear_q_up_proj": ("q",),
+    "linear_kv_down_proj": ("kv_down",),
+    "linear_kv_up_proj": ("kv_up",),
 }
 """Names of sections in other systems. GPT-2's c_proj is missing: it names the sections o and down alike."""
 
@@ -33,6 +43,7 @@ class LinearSection(NamedTuple):
     in_features: int
     out_features: int
     copies: int = 1
+    cut: Literal["column", "row", "none"] = "column"
 
     @property
     def section(self) -> str:
@@ -50,7 +61,8 @@ def sections_of_layer(model: ModelConfig, number: int, spec: LayerSpec) -> Itera
     """Sections of one layer."""
     for linear in spec.cost(model).linears:
         for section, size in linear.sections:
-            yield LinearSection(f"layers.{number}.{linear.name}.{section}", linear.in_features, size, linear.copies)
+            name = f"layers.{number}.{linear.name}.{section}"
+            yield LinearSection(name, linear.in_features, size, linear.copies, linear.cut)
 
 
 def target_patterns(config: AdapterConfig) -> dict[str, tuple[str, ...]]:
@@ -92,6 +104,11 @@ def complaint_about_targets(model: ModelConfig, config: AdapterConfig) -> str | 
             return (
                 f"adapter_targets: {given} matches gate and up-projections, which have no IA3: it scales the input of "
                 "the down-projection behind them; name down instead"
+            )
+        if config.adapter_type == "ia3" and any(name.endswith("_down") for name in matched):
+            return (
+                f"adapter_targets: {given} matches the ways down to latents, which have no IA3: it scales what comes "
+                "up from them; name q or kv_up instead"
             )
     return None
 

@@ -103,7 +103,7 @@ class AttentionSpec:
     """Soft cap of the scores; with one, probabilities are explicit."""
 
     @classmethod
-    def of(cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True) -> "AttentionSpec":
+    def of(cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True) -> Self:
         """Attention as the options of a config describe it, with RoPE and a window or a pattern, or without."""
         return cls(
             num_heads=model.num_attention_heads,
@@ -167,7 +167,13 @@ class AttentionSpec:
             norms=norms if self.qk_norm else (),
             cores=(
                 AttentionCore(
-                    self.num_heads, self.head_size, self.head_size, self.window, self.pattern, model.is_causal
+                    self.num_heads,
+                    self.head_size,
+                    self.head_size,
+                    self.window,
+                    self.pattern,
+                    model.is_causal,
+                    num_kv_heads=self.num_kv_heads,
                 ),
             ),
             kept=Count(split=(queries + keys + values) * (1 if self.clip is None else 2)),
@@ -295,7 +301,9 @@ class AttentionSpec:
 
     # Exchange
 
-    def exchanges(self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool) -> list[Exchange]:
+    def exchanges(
+        self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool, cuts_sequence: bool = False
+    ) -> list[Exchange]:
         """What a rank exchanges inside of attention, for so many tokens with elements of `width` bytes."""
         exchanges = []
         if self.qk_norm and self.norm_across_heads:  # a sum of squares of each token, in fp32
@@ -369,6 +377,7 @@ class BiasedAttentionSpec(AttentionSpec):
             causal=self.causal,
             queries=self.queries,
             keys_part=self.keys,
+            num_kv_heads=self.num_kv_heads,
         )
         kept = int(sizes["q"] * self.queries + (sizes["k"] + sizes["v"]) * self.keys)
         return LayerCost(linears=(*linears, out), cores=(core,), kept=Count(split=kept))
@@ -392,7 +401,9 @@ class BiasedAttentionSpec(AttentionSpec):
         scores = run.tokens * run.seq_length * self.queries * self.keys * self.num_heads / run.size.tp
         return num_bytes + more * float(scores)
 
-    def exchanges(self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool) -> list[Exchange]:
+    def exchanges(
+        self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool, cuts_sequence: bool = False
+    ) -> list[Exchange]:
         """All-to-all of queries and the output, and of keys and values."""
         assert not is_ring or cp == 1, "scores with a learned bias go round no ring"
         if cp == 1:

@@ -193,6 +193,18 @@ class AttentionCore:
     causal: bool = True
     queries: Fraction | int = 1
     keys_part: Fraction | int = 1
+    num_kv_heads: int | None = None
+    """Heads of keys and values; None: as many as of queries."""
+
+    @property
+    def queries_size(self) -> int:
+        """Features of the queries of all heads."""
+        return self.num_heads * self.query_size
+
+    @property
+    def keys_values_size(self) -> int:
+        """Features of keys and values of all heads, both as wide as queries: as a kernel or a ring takes them."""
+        return 2 * (self.num_kv_heads or self.num_heads) * self.query_size
 
     def scores(self, seq_length: int) -> int:
         """Scores of the average token of a row, those that a mask hides with them."""

@@ -17,6 +17,7 @@ from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.specs.attention import AttentionRun, AttentionSpec, BiasedAttentionSpec
 from megatronish.specs.costs import ActivationBytes, Count, LayerCost, LinearShape, NormShape
+from megatronish.specs.latent_attention import LatentAttentionSpec
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,11 @@ class ExpertsSpec:
         return size.feature * size.etp * self.num_chosen * size.hidden_size
 
 
+def attention_kind(model: ModelConfig) -> type[AttentionSpec]:
+    """The kind of self-attention that the options of a config describe."""
+    return LatentAttentionSpec if model.multi_latent_attention else AttentionSpec
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """Transformer layer: norm, attention, norm, MLP, with dropout on the output of each sublayer."""
@@ -180,7 +186,7 @@ class LayerSpec:
     ) -> "LayerSpec":
         """A layer as the options of a config describe it, with window, RoPE and experts or without."""
         return cls(
-            AttentionSpec.of(model, windowed=windowed, rotary=rotary),
+            attention_kind(model).of(model, windowed=windowed, rotary=rotary),
             _experts(model) if experts else MLPSpec.of(model),
         )
 

@@ -131,13 +131,28 @@ def test_a_switch_and_its_negation_are_both_known() -> None:
 
 
 def test_a_family_is_one_complaint_and_its_settings_say_nothing_without_its_switch() -> None:
-    (told,) = problems([*BASE, *["--q-lora-rank", "2", "--multi-latent-attention", "--kv-lora-rank", "4"]])
-    assert told.startswith("--q-lora-rank 2, --multi-latent-attention, --kv-lora-rank 4 are refused: multi-latent")
-    notes = read("--q-lora-rank 2 --mla-down-proj-fusion --kv-lora-rank 4").notes
+    (told,) = problems([*BASE, *["--mtp-loss-scaling-factor", "2", "--mtp-num-layers", "1", "--mtp-detach-heads"]])
+    assert told.startswith("--mtp-loss-scaling-factor 2, --mtp-num-layers 1, --mtp-detach-heads are refused: multi-")
+    notes = read("--mtp-loss-scaling-factor 2 --mtp-detach-heads").notes
     assert notes[0] == (
-        "--q-lora-rank 2, --mla-down-proj-fusion, --kv-lora-rank 4 are idle: it belongs to multi-latent attention, and "
-        "--multi-latent-attention is not given"
+        "--mtp-loss-scaling-factor 2, --mtp-detach-heads are idle: it belongs to multi-token prediction, and "
+        "--mtp-num-layers is not given"
     )
+
+
+def test_flags_of_latent_attention_mean_fields_here() -> None:
+    flags = "--multi-latent-attention --q-lora-rank 12 --qk-layernorm --disable-bias-linear --kv-lora-rank 16"
+    rope = "--position-embedding-type rope --rope-type yarn --mscale 0.7 --mscale-all-dim 1.0 --beta-fast 16"
+    model = read(f"{flags} {rope} --rotary-scaling-factor 40 --mla-down-proj-fusion").config.model
+    assert (model.q_lora_rank, model.kv_lora_rank, model.rope_mscale, model.rope_mscale_all_dim) == (12, 16, 0.7, 1.0)
+    stretched = (model.rope_scaling, model.rope_scaling_factor, model.rope_original_max_positions, model.rope_beta_fast)
+    assert stretched == ("yarn", 40.0, 4096, 16.0)
+    given = read(f"{flags} {rope} --rotary-scaling-factor 40 --original-max-position-embeddings 8192").config.model
+    assert (given.rope_original_max_positions, given.rope_scaling_factor) == (8192, 40.0)
+    usual = read(f"{flags} --position-embedding-type rope --rotary-scaling-factor 1.0").config.model
+    assert usual.rope_scaling == "none"
+    notes = read("--q-lora-rank 12 --v-head-dim 16").notes
+    assert "q_lora_rank=12, v_head_dim=16: idle, as --multi-latent-attention is not given" in notes
 
 
 def test_settings_of_experts_are_idle_in_a_dense_model() -> None:
@@ -397,7 +412,7 @@ def test_configs_of_megatrons_tests_are_clean() -> None:
     reasons = (
         "fill-in-the-middle data is not there",
         "linear and sparse attention",
-        "multi-latent attention",
+        "multi_latent_attention turns a part of each head",  # and their config has learned positions in addition
         "distillation",
         "num_layers is not given",  # of an inference test, whose model is in its checkpoint
     )

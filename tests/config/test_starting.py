@@ -24,6 +24,7 @@ MODELS = (
     replace(GPT, attention_pattern="bigbird"),
     replace(GPT, num_experts=4),
     replace(GPT, qk_layernorm=True),
+    replace(YARN, multi_latent_attention=True),
 )
 NAMES = [field.name for field in fields(ModelConfig)]
 RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 --train-iters 2 --lr 1 --mock-data"

@@ -44,6 +44,17 @@ LLAMA = replace(
     disable_bias_linear=True,
     hidden_dropout=0.0,
 )
+LATENT = replace(
+    LLAMA,
+    num_query_groups=None,
+    multi_latent_attention=True,
+    q_lora_rank=48,
+    kv_lora_rank=40,
+    qk_head_dim=32,
+    qk_pos_emb_head_dim=16,
+    v_head_dim=24,
+    qk_layernorm=True,
+)
 MODELS = {
     "gpt2": GPT2,
     "gpt2 without dropout": replace(GPT2, hidden_dropout=0.0),
@@ -77,6 +88,11 @@ MODELS = {
     "rms norms side by side": replace(LLAMA, norm_placement="parallel_norms"),
     "cohere": replace(LLAMA, norm_placement="parallel", normalization="LayerNorm", norm_parameters="weight"),
     "olmo": replace(LLAMA, normalization="LayerNorm", norm_parameters="none", clip_qkv=3.0),
+    "deepseek": LATENT,
+    "latent attention with a bias, and queries at once": replace(
+        LATENT, q_lora_rank=None, disable_bias_linear=False, normalization="LayerNorm"
+    ),
+    "latent attention without norms, values as wide as keys": replace(LATENT, qk_layernorm=False, v_head_dim=48),
     "stablelm": replace(LLAMA, normalization="LayerNorm", qk_layernorm=True, qk_layernorm_by_head=True),
 }
 DTYPES = (torch.float32, torch.bfloat16)
@@ -148,6 +164,11 @@ def test_a_window_lets_fewer_keys_through() -> None:
 def not_counted(model: ModelConfig, backend: AttentionBackend) -> float:
     """Elements a token that a layer may keep beyond its row."""
     heads, size = model.num_attention_heads, model.head_size
+    if model.multi_latent_attention:
+        # The norm keeps what else came down from the latent's view, and values are a view of what came up; or they
+        # are filled up, and the output is as wide.
+        filled = 2 * size - model.v_head_dim if backend == "auto" and model.v_head_dim < size else model.qk_head_dim
+        return heads * filled + model.qk_pos_emb_head_dim + (heads * size if backend == "auto" else 0)
     if backend == "auto":
         # The values are a view of qkv's output and keep it alive, where queries and keys have become others by RoPE.
         views = (heads + model.num_kv_heads) * size if model.position_embedding_type == "rope" else 0
@@ -286,3 +307,40 @@ def test_the_row_of_experts_is_what_their_module_has() -> None:
     assert experts.parameters.experts == 8 * 3 * 20 * 48
     # A token passes three of eight.
     assert experts.parameters.total - experts.active_parameters == 5 * 3 * 20 * 48
+
+
+DEEPSEEK = ModelConfig(
+    num_layers=61,
+    hidden_size=7168,
+    num_attention_heads=128,
+    ffn_hidden_size=18432,
+    multi_latent_attention=True,
+    q_lora_rank=1536,
+    qk_layernorm=True,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    num_experts=256,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+    moe_layer_freq="([0]*3+[1]*58)",
+    make_vocab_size_divisible_by=1,
+)
+KIMI = replace(DEEPSEEK, num_attention_heads=64, num_experts=384, moe_layer_freq="([0]*1+[1]*60)")
+
+
+@pytest.mark.parametrize(
+    ("model", "vocab_size", "total", "active"),
+    [(DEEPSEEK, 129_280, 671.026e9, 37.55e9), (KIMI, 163_840, 1026.4e9, 32.86e9)],
+    ids=["deepseek v3", "kimi k2"],
+)
+def test_parameters_are_those_of_published_models(
+    model: ModelConfig, vocab_size: int, total: float, active: float
+) -> None:
+    """671 B of which a token passes 37 B, and 1.04 T and 32 B, in all; the published numbers are rounded."""
+    costs, ends = [spec.cost(model) for spec in layer_specs(model)], 2 * vocab_size * model.hidden_size
+    assert sum(cost.parameters.total for cost in costs) + ends == pytest.approx(total, rel=1e-3)
+    assert sum(cost.active_parameters for cost in costs) + ends == pytest.approx(active, rel=5e-3)

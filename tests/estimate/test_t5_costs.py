@@ -23,7 +23,7 @@ VOCABULARY = 132
 
 def test_flops_of_a_step_are_those_that_torch_counts() -> None:
     chosen = {feature: values[0] for feature, values in choices(Layout()).items()}
-    chosen |= {"family": "t5", "eod_mask_loss": False, "num_microbatches": 1}
+    chosen |= {"family": "t5", "eod_mask_loss": False, "num_microbatches": 1, "decoupled": False}
     problem, spread = problem_of(Layout(), chosen), spread_of(Layout(), chosen)
     encoder, decoder = sides_of(problem.seq_length)
     model = replace(problem.model, encoder_seq_length=encoder, decoder_seq_length=decoder)

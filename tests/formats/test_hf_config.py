@@ -582,6 +582,7 @@ def test_a_model_keeps_the_family_it_came_from_where_that_can_say_it(tmp_path: P
         ({"softmax_scale": 0.5, "qk_layernorm": True}, "qwen3 not softmax_scale=0.5"),
         ({"attn_logit_softcapping": 5.0}, "llama not attn_logit_softcapping=5.0"),
         ({"norm_placement": "sandwich"}, "llama not norm_placement=sandwich"),
+        ({"multi_latent_attention": True}, "llama not multi_latent_attention"),
         ({"squared_relu": True, "swiglu": False}, "an MLP without swiglu"),
         ({"position_embedding_type": "none"}, "position_embedding_type=none"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "qwen3 not biases of linear layers"),

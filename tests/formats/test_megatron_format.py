@@ -595,6 +595,7 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], before_core: 
     [
         ({"position_embedding_type": "alibi"}, "no counterpart for position_embedding_type=alibi; keep this model in"),
         ({"embed_layernorm": True}, "no counterpart for embed_layernorm"),
+        ({"multi_latent_attention": True}, "multi_latent_attention=True cannot be kept as a checkpoint of Megatron-LM"),
         ({"model_type": "t5"}, r"model_type=t5 \(its T5 has names and tensors that are not written here\); keep this"),
         ({"model_type": "bert"}, r"model_type=bert \(its BERT normalises before a sublayer\); keep this model in"),
         (

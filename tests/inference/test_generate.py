@@ -46,6 +46,10 @@ LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm "
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 4 --window-size 6"
 )
+LATENT = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm "
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 6"
+)
 
 
 def bytes_in(folder: Path) -> Path:
@@ -219,12 +223,12 @@ def rank_of(place: Place, load: Path, layout: Layout, prompts: list[list[int]]) 
     return seen_of(trained.model, prompts, num_tokens=12, seq_length=trained.description.seq_length, mesh=mesh)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "latent"])
 def test_every_layout_writes_what_one_process_writes(trained: Path, data: str, tmp_path: Path, kind: str) -> None:
     load = trained
-    if kind == "llama":
+    if kind != "gpt2":
         load = tmp_path / "run"
-        train_on_ranks(tiny(load, f"{FLAGS} {LLAMA}", data=data))
+        train_on_ranks(tiny(load, f"{FLAGS} {LLAMA if kind == 'llama' else LATENT}", data=data))
     prompts = [[65], [66, 67, 68], list(range(97, 97 + 14))]  # the last one outgrows the model's 16 tokens
     one = seen_of(load_model(load).model, prompts, num_tokens=12, seq_length=16)
     for layout in (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)):

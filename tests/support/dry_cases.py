@@ -208,6 +208,12 @@ QWEN3_MOE = (
 """The form of Qwen3-30B-A3B; a micro-batch has 64 rows for each expert where the load is even."""
 ALIBI = "--position-embedding-type alibi"
 SDPA = "--attention-backend flash"
+LATENT = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
+    "--untie-embeddings-and-output-weights --ffn-hidden-size 2816 --multi-latent-attention --q-lora-rank 384 "
+    "--kv-lora-rank 256 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
+)
+"""A small DeepSeek without experts."""
 T5 = (
     "--model-type t5 --encoder-num-layers 1 --decoder-num-layers 1 --encoder-seq-length 1536 --decoder-seq-length 512 "
     "--seq-length 2048 --position-embedding-type relative --vocab-extra-ids 100 --mean-span-length 3"
@@ -251,6 +257,16 @@ SINGLE = [
         "Muon of replicas", "gpt", "--optimizer muon --seq-length 256", "--tp 2", 4, 7, precision="", num_layers=1
     ),
     SingleCase("copies of ranks with fewer rows", "llama", "--dp-replicate 2 --zero-stage 3", "", 6, 5),
+    SingleCase("latent attention", "gpt", LATENT),
+    SingleCase(
+        *("latent attention in stages", "gpt", f"{LATENT} --pipeline-schedule zb-h1 --attention-dropout 0.1"),
+        *("--tp 2 --pp 2 --sequence-parallel", 1),
+        num_layers=4,
+    ),
+    SingleCase("Muon of latent attention", "gpt", f"{LATENT} --optimizer muon"),
+    SingleCase("latent attention on a ring", "gpt", f"{LATENT} --recompute-granularity selective", "--cp 4", 1),
+    SingleCase("adapters of latent attention", "gpt", f"{LATENT} --load never-read --adapter-type lora"),
+    SingleCase("latent attention, unfused", "gpt", f"{LATENT} --attention-backend unfused", "--tp 2 --zero-stage 1"),
     SingleCase("BERT", "gpt", "--model-type bert"),
     SingleCase("BERT with dropout, in stages", "dropped", "--model-type bert", "--tp 2 --pp 2 --cp 2", 1, 7),
     SingleCase("T5", "gpt", T5),
@@ -395,6 +411,9 @@ FURTHER = {
     "ALiBi by SDPA": "ALiBi",
     "a window": "a window with dropout",
     "unfused attention": "unfused attention with dropout",
+    "Muon of latent attention": "latent attention",
+    "latent attention in stages": "latent attention on a ring",
+    "latent attention, unfused": "latent attention",
     "BERT": "BERT with dropout, in stages",
     "T5": "T5 with dropout, in stages",
     "4 bits": "4 bits under ZeRO-3",

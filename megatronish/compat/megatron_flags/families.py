@@ -88,14 +88,6 @@ FAMILIES = (
         names="kitchen-attention-backend",
     ),
     Family(
-        "multi-latent attention",
-        "multi-latent attention (MLA) is not there yet; leave these flags out",
-        switches="multi-latent-attention",
-        names="beta-fast beta-slow cache-mla-latents kv-lora-rank mla-down-proj-fusion mscale mscale-all-dim "
-        "original-max-position-embeddings q-lora-rank qk-head-dim qk-pos-emb-dim qk-pos-emb-head-dim "
-        "rotary-scaling-factor v-head-dim",
-    ),
-    Family(
         "other kinds of attention",
         "linear and sparse attention (gated delta net, DSA) is not there yet; leave these flags out",
         switches="experimental-attention-variant",

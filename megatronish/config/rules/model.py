@@ -12,7 +12,7 @@ _SCALING = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "
 
 def _heads_of_hidden(config: Config) -> str | None:
     model = config.model
-    if model.kv_channels is not None:
+    if model.kv_channels is not None or model.multi_latent_attention:
         return None
     return divide("hidden_size", model.hidden_size, "num_attention_heads", model.num_attention_heads)
 
@@ -54,8 +54,10 @@ def too_few_positions(rows: int, *, seq_length: int) -> str | None:
 
 def _rope_head(config: Config) -> str | None:
     model = config.model
-    turned = int(model.head_size * model.rotary_percent)
-    if model.position_embedding_type != "rope" or (turned >= 2 and turned % 2 == 0):
+    if model.position_embedding_type != "rope" or model.multi_latent_attention:  # whose rules are of its own
+        return None
+    turned = model.rotary_size
+    if turned >= 2 and turned % 2 == 0:
         return None
     return (
         f"rotary_percent={model.rotary_percent} of a head of size {model.head_size} is {turned}, but RoPE turns pairs: "
@@ -167,11 +169,19 @@ SIGHT_RULES = (
 
 RULES = (
     ConfigRule(("qk_layernorm_across_heads", "qk_layernorm", "normalization"), _norm_across_heads),
-    ConfigRule(("hidden_size", "num_attention_heads", "kv_channels"), _heads_of_hidden),
+    ConfigRule(("hidden_size", "num_attention_heads", "kv_channels", "multi_latent_attention"), _heads_of_hidden),
     ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention"), _key_value_heads),
     ConfigRule(("max_position_embeddings", "seq_length", "position_embedding_type"), _positions),
     ConfigRule(
-        ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"), _rope_head
+        (
+            "hidden_size",
+            "num_attention_heads",
+            "kv_channels",
+            "rotary_percent",
+            "position_embedding_type",
+            "multi_latent_attention",
+        ),
+        _rope_head,
     ),
     ConfigRule(("rope_scaling_type", "position_embedding_type", *_SCALING), _rope_scaling),
     _pattern(

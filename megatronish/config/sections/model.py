@@ -4,6 +4,7 @@ Which layers have experts or a window is a pattern in Megatron-LM's notation: a 
 """
 
 import ast
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -13,6 +14,7 @@ import tyro
 
 from megatronish.config.marks import REQUIRED, TRAINING_ONLY, NamedIn, at_least, at_most, fraction, greater_than
 from megatronish.config.sections.block import BlockOptions, NormPlacement
+from megatronish.config.sections.latent import LatentOptions
 from megatronish.config.sections.pattern import PatternOptions
 from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, in_braces
@@ -218,7 +220,7 @@ class DenseOptions:
     add_mlp_bias: bool = False
     """Biases on the linear layers of the MLP even with --disable-bias-linear (a Llama with mlp_bias)."""
     qk_layernorm: bool = False
-    """Normalise each head's queries and keys before attention (Qwen3)."""
+    """Normalise each head's queries and keys before attention (Qwen3); of latent attention the latents (DeepSeek)."""
     qk_layernorm_across_heads: bool = False
     """--qk-layernorm takes all heads of a token at once (OLMoE)."""
     clip_qkv: Annotated[float | None, greater_than(0)] = None
@@ -352,8 +354,37 @@ class DenseOptions:
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertOptions, PatternOptions, BlockOptions, DenseOptions):
-    """Architecture of a model: options of every layer, then those of sparse attention and of layers with experts."""
+class ModelConfig(ExpertOptions, PatternOptions, LatentOptions, BlockOptions, DenseOptions):
+    """Architecture of a model: options of every layer, then those of latent and sparse attention, and of experts."""
+
+    @property
+    def head_size(self) -> int:
+        """Size H of one head; of latent attention, of its query and its key."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        return super().head_size
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of a head that RoPE turns, in pairs."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
+        return int(self.head_size * self.rotary_percent)
+
+    @property
+    def latent_epsilon(self) -> float:
+        """Added under the root in the norms of latents."""
+        return self.norm_epsilon if self.latent_norm_epsilon is None else self.latent_norm_epsilon
+
+    def yarn_growth(self, mscale: float) -> float:
+        """0.1 mscale ln(factor) + 1, by which YaRN makes up for scores of a longer context; 1 for other scalings."""
+        factor = self.rope_scaling_factor
+        return 0.1 * mscale * math.log(factor) + 1.0 if self.rope_scaling == "yarn" and factor > 1 else 1.0
+
+    @property
+    def rotary_growth(self) -> float:
+        """Factor of cos and sin."""
+        return self.yarn_growth(self.rope_mscale) / self.yarn_growth(self.rope_mscale_all_dim)
 
     @property
     def placement(self) -> NormPlacement:
@@ -363,9 +394,8 @@ class ModelConfig(ExpertOptions, PatternOptions, BlockOptions, DenseOptions):
     @property
     def score_factor(self) -> float | None:
         """Factor of the queries, whose scores are divided by the root of the size of a head; None if it is 1."""
-        if self.softmax_scale is None:
-            return None
-        factor = self.softmax_scale * self.head_size**0.5
+        scale = 1.0 if self.softmax_scale is None else self.softmax_scale * self.head_size**0.5
+        factor = scale * self.yarn_growth(self.rope_mscale_all_dim) ** 2
         return None if abs(factor - 1) < UNIT_ROUNDING else factor
 
     @property

@@ -71,7 +71,8 @@ def parameters_of_adapter(section: LinearSection, config: AdapterConfig) -> Coun
         count = Count(whole=size) if section.section == "o" else Count(split=size)
     else:
         a, b = config.lora_rank * section.in_features, config.lora_rank * section.out_features
-        count = Count(split=a, whole=b) if section.section in ("o", "down") else Count(split=b, whole=a)
+        counts = {"row": Count(split=a, whole=b), "column": Count(split=b, whole=a), "none": Count(whole=a + b)}
+        count = counts[section.cut]
     return count if section.copies == 1 else Count(experts=section.copies * count.total)
 
 
@@ -116,7 +117,9 @@ def quantised(model: ModelConfig, layers: Sequence[int], config: AdapterConfig) 
 
 
 def _cut(section: LinearSection, size: int) -> Count:
-    return Count(split=size) if section.copies == 1 else Count(experts=size)
+    if section.copies > 1:
+        return Count(experts=size)
+    return Count(whole=size) if section.cut == "none" else Count(split=size)
 
 
 def _stored(section: LinearSection, config: AdapterConfig) -> Count:
@@ -145,7 +148,8 @@ def largest_dequantised(model: ModelConfig, layers: Sequence[int], *, tp: int, e
     for number in layers:
         for section in sections_of_layer(model, number, specs[number]):
             layer = section.name.rpartition(".")[0]
-            size = section.in_features * section.out_features // (tp if section.copies == 1 else etp)
+            ranks = 1 if section.cut == "none" else tp if section.copies == 1 else etp
+            size = section.in_features * section.out_features // ranks
             sizes[layer] = sizes.get(layer, 0) + size
     return max(sizes.values(), default=0)
 
@@ -160,7 +164,7 @@ def refuse_cut_blocks(config: Config) -> None:
 
 def _ranks_of_rows(config: Config, section: LinearSection) -> int:
     """Ranks that cut the inputs of a linear layer, which are the rows of its weight."""
-    if section.section not in ("o", "down"):
+    if section.cut != "row":
         return 1
     return config.parallel.expert_layout.etp if section.copies > 1 else config.layout.tp
 

@@ -207,10 +207,20 @@ class StageParameters(NamedTuple):
         elif shape.cut == "column":
             yield from self.column_parallel(name, shape.in_features, sections, shape.bias)
         else:
-            partial = ("tp",) if shape.splits_tokens else self.over_sequence
-            yield StageParameter(f"{name}.weight", shape.out_features, shape.in_features, partial=partial)
-            if shape.bias:
-                yield StageParameter(f"{name}.bias", shape.out_features, partial=partial)
+            yield from self.whole(name, shape)
+
+    def whole(self, name: str, shape: LinearShape) -> Iterator[StageParameter]:
+        """Weight and bias that every rank has, and the adapter of a layer that may have one."""
+        width, size = shape.in_features, shape.out_features
+        partial = ("tp",) if shape.splits_tokens else self.over_sequence
+        matrices = (width * size,) if shape.sections else ()  # no router and no gate is one
+        yield StageParameter(f"{name}.weight", size, width, partial=partial, matrices=matrices)
+        if shape.bias:
+            yield StageParameter(f"{name}.bias", size, partial=partial)
+        for section, _ in self.adapted(name, dict(shape.sections)):
+            adapter, rank = f"{name}.adapters.default.{section}", self.config.adapter.lora_rank
+            yield StageParameter(f"{adapter}.A", rank, width, partial=partial)
+            yield StageParameter(f"{adapter}.B", size, rank, partial=partial)
 
     def column_parallel(self, name: str, width: int, sections: dict[str, int], bias: bool) -> Iterator[StageParameter]:
         """Weight and bias cut along the outputs, and the adapters of its sections."""

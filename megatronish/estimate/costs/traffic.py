@@ -75,8 +75,8 @@ class LayerTraffic(StepTraffic):
             linears = spec.cost(self.config.model).linears
             for experts in [linear for linear in linears if linear.copies > 1 and linear.cut == "column"]:
                 self._experts(experts, forwards)
-            # Column-parallel products and the row-parallel ones behind them.
-            dense = [linear for linear in linears if linear.copies == 1 and linear.cut != "none"]
+            # Column-parallel products, ways down to latents before them, and the row-parallel ones behind them.
+            dense = [linear for linear in linears if linear.copies == 1 and (linear.cut != "none" or linear.sections)]
             before: list[LinearShape] = []
             for linear in dense:
                 before.append(linear)
@@ -92,20 +92,30 @@ class LayerTraffic(StepTraffic):
             self.add("tp", "all-gather", self.num_microbatches * groups * self.hidden)
 
     def _products(self, name: str, columns: Sequence[LinearShape], row: LinearShape, forwards: int) -> None:
-        """Column-parallel products and the row-parallel one behind them, and their adapters."""
-        times = self.num_microbatches
-        first, last = (int(times * self.hidden * share) for share in (sum(each.share for each in columns), row.share))
-        adapted = [
-            sum(self._is_adapted(f"{name}.{each.name}.{section}") for each in linears for section, _ in each.sections)
-            for linears in (columns, [row])
-        ]
-        learns_inside = self.learns_before or adapted[0] > 0
+        """Column-parallel products and the row-parallel one behind them, and their adapters.
+
+        A way down to a latent sends nothing; the column-parallel product after it has the latent as its input.
+        """
+        times, learned, first = self.num_microbatches, 0, 0
+        element, learns_inside, has_adapter = times * self.tokens * self.width, self.learns_before, False
+        adapted = [0, self._num_adapted(name, row)]
+        for linear in columns:
+            number = self._num_adapted(name, linear)
+            learns_inside |= number > 0
+            if linear.cut == "none":
+                has_adapter = number > 0
+                continue
+            size = int(element * linear.in_features * linear.share)
+            first, adapted[0] = first + size, adapted[0] + number
+            learned += size if self.learns_before or has_adapter else 0
+            has_adapter = False
+        last = int(element * row.out_features * row.share)
         if self.cuts_sequence:
             # Forward; for the weight gradient; backward of the reduce-scatter at the end.
             self.add("tp", "all-gather", (forwards + (not self.freezes)) * first + learns_inside * last)
-            self.add("tp", "reduce-scatter", forwards * last + self.learns_before * first)
+            self.add("tp", "reduce-scatter", forwards * last + learned)
         else:
-            self.add("tp", "all-reduce", forwards * last + self.learns_before * first)
+            self.add("tp", "all-reduce", forwards * last + learned)
         self.learns_before = learns_inside or adapted[1] > 0
         if self.config.adapter.adapter_type == "lora":
             low = times * self.tokens * self.config.adapter.lora_rank * self.width
@@ -115,6 +125,10 @@ class LayerTraffic(StepTraffic):
             else:
                 self.add("tp", "all-reduce", low * (adapted[0] + forwards * adapted[1]))
 
+    def _num_adapted(self, name: str, linear: LinearShape) -> int:
+        """Sections of a linear layer of the layer of this name that have an adapter."""
+        return sum(self._is_adapted(f"{name}.{linear.name}.{section}") for section, _ in linear.sections)
+
     def _is_adapted(self, section: str) -> bool:
         return self.freezes and is_target(section, all_patterns(self.config.adapter))
 
@@ -122,7 +136,7 @@ class LayerTraffic(StepTraffic):
         layout, recompute = self.config.layout, self.config.recompute
         sizes = {"width": self.width, "tp": layout.tp, "cp": layout.cp}
         is_ring = self.config.parallel.cp_comm_type == "p2p"
-        for exchange in attention.exchanges(self.tokens, **sizes, is_ring=is_ring):
+        for exchange in attention.exchanges(self.tokens, **sizes, is_ring=is_ring, cuts_sequence=self.cuts_sequence):
             again = exchange.in_core and recompute.recompute_granularity == "selective"
             learns = exchange.section is None or self.learns_before or not self.freezes
             learns = learns or self._is_adapted(f"{name}.{exchange.section}")

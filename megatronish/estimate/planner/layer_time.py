@@ -127,7 +127,7 @@ class AdapterSeconds:
         self, linear: LinearShape, columns: int, mesh: MeshSizes, tokens: int, *, shares_sequence: bool
     ) -> tuple[float, float, float, float]:
         """The same of one section, of so many columns."""
-        cut, groups, rows = mesh.tp, 1, tokens
+        cut, groups, rows = 1 if linear.cut == "none" else mesh.tp, 1, tokens
         if linear.copies > 1:
             cut, groups = mesh.etp, max(1, linear.copies // mesh.ep)
             rows = max(1, ceil(tokens * linear.used * mesh.etp / (mesh.tp * groups)))
@@ -186,7 +186,7 @@ class LayerClock:
             of_experts += sum(seconds[: 2 if self.work.adapter.is_used else 3]) if linear.copies > 1 else 0.0
             products = [mine + more for mine, more in zip(products, seconds, strict=True)]
         cores = [self._core(core, mesh, candidate.micro_batch) for core in row.cores]
-        ring = [self._context(row, core, mesh, tokens, cores[n]) for n, core in enumerate(row.cores)]
+        ring = [self._context(core, mesh, tokens, cores[n]) for n, core in enumerate(row.cores)]
         attended = [sum(core[0] for core in cores), sum(core[1] for core in cores)]
         pointwise = self._pointwise(row, candidate, tokens)
         exchanged = self._expert_transfers(row, mesh, tokens)
@@ -317,7 +317,7 @@ class LayerClock:
         hidden = work.model.hidden_size
         whole = sum(4 * norm.size * norm.vectors for norm in row.norms if not norm.is_split)
         split = sum(4 * norm.size * norm.vectors for norm in row.norms if norm.is_split)
-        residuals = sum(not norm.is_split for norm in row.norms)
+        residuals = sum(norm.size == hidden for norm in row.norms if not norm.is_split)
         whole += residuals * hidden * (7 if work.has_dropout else 4)
         for linear in row.linears:
             width = linear.out_features if linear.cut == "column" else linear.in_features
@@ -326,8 +326,7 @@ class LayerClock:
             if linear.copies > 1 and linear.cut == "column":
                 split += 2 * 4 * linear.used * hidden  # rows are put in order for the experts, and back
         for core in row.cores:
-            qkv, queries = row.linears[0].out_features, core.num_heads * core.query_size
-            split += 4 * qkv + 2 * queries
+            split += 4 * (core.queries_size + core.keys_values_size) + 2 * core.queries_size
         nbytes = tokens * (whole / shared + split / tp) * work.element_bytes / 2
         return nbytes * (self.efficiencies.fused if work.fused else 1.0) / self.machine.hbm
 
@@ -341,7 +340,7 @@ class LayerClock:
         return sublayers * gathers * self.links.gather(tp, 1, nbytes)
 
     def _context(
-        self, row: LayerCost, core: AttentionCore, mesh: MeshSizes, tokens: int, seconds: tuple[float, float]
+        self, core: AttentionCore, mesh: MeshSizes, tokens: int, seconds: tuple[float, float]
     ) -> tuple[float, float, float]:
         """What cp adds forward and backward, and what of it attention can hide.
 
@@ -350,7 +349,7 @@ class LayerClock:
         cp, tp, width = mesh.cp, mesh.tp, self.work.element_bytes
         if cp == 1:
             return 0.0, 0.0, 0.0
-        keys_values = row.linears[0].out_features - core.num_heads * core.query_size
+        keys_values = core.keys_values_size
         if not self.work.ring:
             heads = traded_heads(core.num_heads, keys_values // (2 * core.query_size), tp=tp, cp=cp)
             exchange = self.links.all_to_all(cp, tp, width * tokens * heads * core.query_size / tp)

@@ -34,6 +34,11 @@ def check_counterpart(model: ModelConfig) -> None:
         raise refuse(f"model_type={model.model_type} (its BERT normalises before a sublayer)")
     if model.block != "transformer":
         raise refuse(f"block={model.block}")
+    if model.multi_latent_attention:
+        raise UserError(
+            "multi_latent_attention=True cannot be kept as a checkpoint of Megatron-LM yet; keep this model in another "
+            "format"
+        )
     if model.position_embedding_type == "alibi":
         raise refuse("position_embedding_type=alibi")
     if model.embed_layernorm:

@@ -96,9 +96,9 @@ class FullySharded:
         # fp32, whatever the rows are, and flat, so that replicas and partial sums need one collective a bucket.
         self._sums = [torch.zeros(plan.size, device=self._rows[plan.names[0]].device) for plan in self._plans]
         sums = self._views(self._sums)
-        for name, parameter in _sharded(stage):
-            if parameter.requires_grad:  # without rows, too: what torch hands out would keep its padding in memory
-                _let_add_up(parameter, in_=sums[name] if name in sums else torch.zeros(0, device=parameter.device))
+        for name, sharded in _sharded(stage):
+            if sharded.requires_grad:  # without rows, too: what torch hands out would keep its padding in memory
+                _let_add_up(sharded, in_=sums[name] if name in sums else torch.zeros(0, device=sharded.device))
         self._masters: dict[str, Tensor] = {}
         # 4. Masters apart from the rows, where they are offloaded: else the fp32 rows are the masters.
         if settings.offload.masters_on is not None:
