@@ -19,7 +19,6 @@ from theorem import Samples, build
 from theorem_cases import choices, problem_of, spread_of
 from torch._dynamo.utils import counters
 
-from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.layout import Layout
 from megatronish.data.loader import BatchShare, Collator, micro_batches
@@ -85,7 +84,7 @@ def graphs(place: Place, problem: Problem, spread: Spread) -> list[int]:
     mesh, found = Mesh.of(spread.parallel, place), []
     counters.clear()
     for seed in (problem.seed, problem.seed + 1):
-        engine = build(mesh, replace(problem, seed=seed), spread, OptimizerConfig(lr=1e-3))
+        engine = build(mesh, replace(problem, seed=seed, decoupled=False), spread)
         for step in range(4):
             batches = micro_batches(
                 Samples(problem.seq_length),
@@ -150,7 +149,7 @@ def compiled_without_a_compiler(
     """What is said, and which layers of an engine are compiled all the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", name)
-        engine = build(Mesh.start(), problem, spread, OptimizerConfig(lr=1e-3))
+        engine = build(Mesh.start(), problem, spread)
         layers = engine.stage.model.layers.items()
         return why_not_compiled("cpu"), [name for name, layer in layers if "forward" in vars(layer)]
 

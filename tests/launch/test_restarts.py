@@ -77,8 +77,8 @@ def kill_after_saves(folder: str, *steps: int) -> None:
 def test_a_run_that_gets_further_begins_again_whatever_is_logged(tmp_path: Path) -> None:
     """The same sentence three times, and in between checkpoints but no logged step."""
     assert SAME_TIMES == 3
-    flags = "--train-iters 30 --log-interval 50 --save-interval 5 --max-restarts 2"
-    kills = 5, 15, 25
+    flags = "--train-iters 36 --log-interval 50 --save-interval 6 --max-restarts 2"
+    kills = 6, 18, 30
     ended = run_job(tiny(tmp_path / "run", flags), tmp_path, plant=kill_after_saves, plant_args=(str(tmp_path), *kills))
     assert ended.status == 0, ended.errors
     # Counted from zero after ten new steps. The step after a checkpoint is known where health.json was due for it.

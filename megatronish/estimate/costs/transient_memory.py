@@ -149,9 +149,9 @@ def muon_bytes(config: Config, stage: StageKinds) -> float:
 
 
 class GatheredUnits(NamedTuple):
-    """Bytes that ZeRO-3 gathers: the largest layer, two in a row with a gradient; elements of the largest part reduced.
+    """Bytes that ZeRO-3 gathers: the largest layer ahead, or a layer with its gradient and the one ahead of it.
 
-    A base in 4 bits is gathered as it is stored. `kept` are bytes that this rank keeps for its neighbours of all
+    `unit` are elements of the largest part that is reduced. A base in 4 bits is gathered as it is stored. `kept` are bytes that this rank keeps for its neighbours of all
     layers, `kept_least` those of one of them, and `kept_rest` of the rest of the stage (hpZ).
     """
 
@@ -173,10 +173,13 @@ class GatheredUnits(NamedTuple):
             unit = max(chain.from_iterable(rows[kind].gathered for kind in stage.counts))
             layers = [sizes.element * sum(rows[kind].gathered) for kind in stage.kinds]
         again = 0 if sizes.freezes else 1
-        pairs = (a + b + again * a for a, b in pairwise(layers))
+        # What is gathered ahead has no experts: those of a layer are a unit of their own.
+        experts = [0 if sizes.freezes else sizes.element * rows[kind].gathered[1] for kind in stage.kinds]
+        ahead = [layer - of_layer for layer, of_layer in zip(layers, experts, strict=True)]
+        pairs = (a + b + again * b for a, b in zip(ahead, layers[1:], strict=False))
         parts = [size * rows[kind].part_kept for kind, size in zip(stage.kinds, layers, strict=True)]
         following = max(pairs, default=(1 + again) * max(layers))
-        return cls(max(layers), following, unit, sum(parts), min(parts), sizes.element * ends.kept)
+        return cls(max(ahead), following, unit, sum(parts), min(parts), sizes.element * ends.kept)
 
 
 @dataclass

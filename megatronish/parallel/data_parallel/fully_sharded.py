@@ -95,10 +95,7 @@ class FullySharded:
         self.counted = {name for name in counted if self._rows[name].is_floating_point()}
         # fp32, whatever the rows are, and flat, so that replicas and partial sums need one collective a bucket.
         self._sums = [torch.zeros(plan.size, device=self._rows[plan.names[0]].device) for plan in self._plans]
-        sums = self._views(self._sums)
-        for name, sharded in _sharded(stage):
-            if sharded.requires_grad:  # without rows, too: what torch hands out would keep its padding in memory
-                _let_add_up(sharded, in_=sums[name] if name in sums else torch.zeros(0, device=sharded.device))
+        _let_add_up(stage, self._views(self._sums))
         self._masters: dict[str, Tensor] = {}
         # 4. Masters apart from the rows, where they are offloaded: else the fp32 rows are the masters.
         if settings.offload.masters_on is not None:
@@ -266,17 +263,21 @@ def _rows(parameter: DTensor) -> Tensor:
 
 
 @torch.no_grad()
-def _let_add_up(parameter: DTensor, *, in_: Tensor) -> None:
+def _let_add_up(stage: nn.Module, sums: Mapping[str, Tensor]) -> None:
     """From now on `fully_shard` adds the gradient of this rank's rows there.
 
     `DTensor.from_local` would not do: it moves what is offloaded to the device of the mesh.
     """
-    # `zeros_like` makes a DTensor with the right layout; only the memory behind it is replaced.
-    gradient = torch.zeros_like(parameter)
-    assert isinstance(gradient, DTensor)
-    local = _local(gradient)
-    local.data = in_.view(local.shape)
-    parameter.grad = gradient
+    for name, parameter in _sharded(stage):
+        if not parameter.requires_grad:
+            continue
+        # `zeros_like` makes a DTensor with the right layout; only the memory behind it is replaced. One without rows
+        # has a gradient, too: what `fully_shard` would give it keeps the padding of all rows in memory.
+        gradient = torch.zeros_like(parameter)
+        assert isinstance(gradient, DTensor)
+        local = _local(gradient)
+        local.data = sums[name].view(local.shape) if name in sums else local.new_zeros(local.shape)
+        parameter.grad = gradient
 
 
 def _pieces(parameter: DTensor, pieces: Iterable[Piece], axis: Axis) -> tuple[FlatPiece, ...]:

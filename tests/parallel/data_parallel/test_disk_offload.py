@@ -199,7 +199,7 @@ def test_a_killed_run_leaves_nothing_and_goes_on_as_if_nothing_had_been(tmp_path
     train_on_ranks(tiny(tmp_path / "whole", flags), world_size=2)
     argv = tiny(tmp_path / "run", f"{flags} --offload-folder {offload}")
     with started(argv, tmp_path, plant=kill_all_in_step, plant_args=(2,)) as job:
-        assert job.wait() == -signal.SIGKILL, job.told
+        assert job.wait() == -signal.SIGKILL and job.is_gone(), job.told
     assert offload.is_dir() and not list(offload.iterdir())
     assert list(steps_of(tmp_path / "run")) == [1]
     train_on_ranks(argv, world_size=2)
