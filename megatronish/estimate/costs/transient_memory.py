@@ -151,8 +151,9 @@ def muon_bytes(config: Config, stage: StageKinds) -> float:
 class GatheredUnits(NamedTuple):
     """Bytes that ZeRO-3 gathers: the largest layer ahead, or a layer with its gradient and the one ahead of it.
 
-    `unit` are elements of the largest part that is reduced. A base in 4 bits is gathered as it is stored. `kept` are bytes that this rank keeps for its neighbours of all
-    layers, `kept_least` those of one of them, and `kept_rest` of the rest of the stage (hpZ).
+    `unit` are elements of the largest part that is reduced. A base in 4 bits is gathered as it is stored. `kept` are
+    bytes that this rank keeps for its neighbours of all layers, `kept_least` those of one of them, and `kept_rest` of
+    the rest of the stage (hpZ).
     """
 
     largest: int
