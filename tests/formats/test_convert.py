@@ -292,9 +292,9 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
         # It opens once the tool begins to read, which then waits for what never comes.
         assert wait_until(lambda: _is_read(pipe) or not job.process.is_alive(), timeout=60), job.told
         # A signal that comes after Python's last look at signals and before read() begins does not interrupt read().
-        for _ in range(6):
+        for _ in range(60):
             job.signal(signal.SIGINT)
-            if wait_until(lambda: not job.process.is_alive()):
+            if wait_until(lambda: not job.process.is_alive(), timeout=1):
                 break
         assert (job.wait(), job.errors) == (130, "interrupted\n")
 

@@ -22,7 +22,7 @@ from stuck_writes import StuckWrites, can_trace
 from megatronish.launch.guard import PATIENCE
 from megatronish.train.folder import last_step
 
-LIMIT = 2.0
+LIMIT = 3.0
 LAYOUT = "--tp 2 --train-iters 30 --save-interval 12"
 
 
