@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from problem import Problem, Spread
-from theorem import Parts, batches_of, build, is_steady, masters_of, one_step, parts
+from theorem import Parts, amplification, batches_of, build, masters_of, one_step, parts
 from torch import Tensor
 
 from megatronish.config.sections.parallel import ParallelConfig
@@ -36,8 +36,8 @@ class IslandRecord(NamedTuple):
     islands: dict[int, Parts]
     outer: Parts
     momentum: Parts
-    steady: set[str]
-    """Names of the parameters that are as near as gradients are."""
+    amplified: dict[str, float]
+    """What steps make of an error of one in each gradient."""
 
 
 def step_of(engine: Engine, batches: list[MicroBatch], step: int, problem: Problem) -> StepResult:
@@ -76,7 +76,7 @@ def train_islands(place: Place, problem: Problem, spread: Spread, *, checks: boo
         islands={mesh.islands.rank: island},
         outer=parts(engine, outer),
         momentum=parts(engine, momentum),
-        steady={name for name in outer if is_steady(engine, problem.optimizer, name)},
+        amplified={name: NUM_STEPS * amplification(engine, problem, name) for name in outer},
     )
 
 
@@ -123,7 +123,7 @@ def serial_islands(problem: Problem, num_islands: int) -> IslandRecord:
         islands=islands,
         outer=parts(engines[0], {name: outer.float() for name, outer in theta.items()}),
         momentum=parts(engines[0], {name: moved.float() for name, moved in momentum.items()}),
-        steady={name for name in theta if is_steady(engines[0], problem.optimizer, name)},
+        amplified={name: NUM_STEPS * amplification(engines[0], problem, name) for name in theta},
     )
 
 

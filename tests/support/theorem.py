@@ -74,8 +74,8 @@ class Record(NamedTuple):
     initial_parts: Parts
     gradient_parts: Parts
     trained_parts: Parts
-    steady: set[str]
-    """Names of the trained parameters that are as near as gradients are (`is_steady`)."""
+    amplified: dict[str, float]
+    """What steps make of the largest element of each gradient (`amplified`), to which rounding noise is relative."""
     routed: Routed
     clamps: list[float]
     """Distances of values from the limits of clamps (clamps.py), of one process."""
@@ -182,7 +182,13 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
         initial_parts=initial,
         gradient_parts=gradients,
         trained_parts=trained,
-        steady={name for name in trained if is_steady(engine, problem.optimizer, name)},
+        amplified={
+            name: NUM_STEPS
+            * amplification(engine, problem, name)
+            * max(float(held.values.abs().max()) for held in helds)
+            for name, helds in gradients.items()
+            if helds
+        },
         routed=Routed(
             [result.expert_load.tokens for result in results if result.expert_load is not None],
             states_of(engine),
@@ -208,13 +214,21 @@ def one_step(
     )
 
 
-def is_steady(engine: Engine, optimizer: str, name: str) -> bool:
-    """Whether steps of this parameter multiply no rounding noise.
+def amplification(engine: Engine, problem: Problem, name: str) -> float:
+    """By how much a step moves a parameter, at most, for an error in its gradient.
 
-    Those of Adam, which Muon takes for all but matrices, do where a gradient is truly zero, as that of a key's bias:
-    they are whole steps of the noise.
+    SGD and Muon's matrices are as near as gradients are. Adam divides by the root of the second moment, which is next to
+    nothing where a gradient is, and by its epsilon: there it makes steps of rounding noise.
     """
-    return optimizer == "sgd" or engine.stage.shardings[name].role == "matrix"
+    config = OPTIMIZERS[problem.optimizer]
+    if problem.optimizer == "sgd" or (problem.optimizer == "muon" and is_matrix(engine, name)):
+        return 0.0
+    return 2 * (config.lr or 0.0) / config.adam_eps  # the rate of embedding and head may be twice that of the others
+
+
+def is_matrix(engine: Engine, name: str) -> bool:
+    """Whether Muon steps the parameter."""
+    return engine.stage.shardings[name].role == "matrix"
 
 
 def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatch]:

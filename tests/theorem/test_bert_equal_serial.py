@@ -22,7 +22,10 @@ CASES: list[tuple[Layout, Chosen]] = [
 
 def case_of(layout: Layout, given: Chosen) -> Chosen:
     plain = {feature: values[0] for feature, values in choices(layout).items()}
-    return plain | {"family": "bert", "eod_mask_loss": False, "zero": 0, "offload": "none"} | given
+    optimizer = "adam" if layout.dp > 1 or layout.pp > 1 else "sgd"
+    return (
+        plain | {"family": "bert", "optimizer": optimizer, "eod_mask_loss": False, "zero": 0, "offload": "none"} | given
+    )
 
 
 @pytest.mark.parametrize(("layout", "given"), CASES, ids=[name_of(a, case_of(a, b)) for a, b in CASES])

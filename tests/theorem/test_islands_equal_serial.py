@@ -77,6 +77,9 @@ def case_of(layout: Layout, chosen: Chosen) -> tuple[Problem, Spread]:
 ROUNDING = 4 * 2**-24
 """Of a move, which is the difference of two parameters in fp32: relative to these."""
 
+NOISE = 1e-7
+"""Of gradients, most of which are below 1e-2."""
+
 by_hand = cache(serial_islands)
 
 
@@ -88,15 +91,18 @@ def assert_same_islands(ranks: Sequence[IslandRecord], reference: IslandRecord) 
     for number, parts in reference.islands.items():
         found, expected = whole([rank.islands[number] for rank in ranks if number in rank.islands]), whole([parts])
         assert found.keys() == expected.keys()
-        for name in reference.steady & parts.keys():
-            assert_close(f"{name} of island {number}", found[name], expected[name])
+        for name, tensor in expected.items():
+            assert_close(
+                f"{name} of island {number}", found[name], tensor, more=NOISE * reference.amplified.get(name, 0)
+            )
     outer = whole([reference.outer])
     for kind in ("outer", "momentum"):
         found, expected = whole([getattr(rank, kind) for rank in ranks]), whole([getattr(reference, kind)])
         assert found.keys() == expected.keys()
-        for name in reference.steady:
+        for name, tensor in expected.items():
             rounded = ROUNDING * outer[name].abs().max().item() if kind == "momentum" else 0.0
-            assert_close(f"{kind} of {name}", found[name], expected[name], more=rounded)
+            more = rounded + NOISE * reference.amplified.get(name, 0.0)
+            assert_close(f"{kind} of {name}", found[name], tensor, more=more)
 
 
 CASES = list(zip(LAYOUTS, DEALT, strict=True))
@@ -141,7 +147,7 @@ def test_islands_with_experts_are_as_many_runs_of_one_process(spread: Spread) ->
         moe_aux_loss_coeff=0.01,
         moe_z_loss_coeff=0.001,
     )
-    problem = Problem(model, seq_length=16, global_batch_size=8)
+    problem = Problem(model, seq_length=16, global_batch_size=8, optimizer="sgd")
     ranks = run_ranks(spread.layout.world_size, train_islands, problem, spread)
     assert_same_islands(ranks, by_hand(problem, 2))
 

@@ -69,7 +69,19 @@ ADAPTED: list[tuple[str, Layout, Chosen]] = [
 
 def case_of(layout: Layout, given: Chosen) -> Chosen:
     plain = {feature: values[0] for feature, values in choices(layout).items()}
-    return plain | {"family": "llama", "eod_mask_loss": False, "zero": 0, "offload": "none", "tied": False} | given
+    optimizer = "adam" if layout.dp > 1 or layout.pp > 1 else "sgd"
+    return (
+        plain
+        | {
+            "family": "llama",
+            "optimizer": optimizer,
+            "eod_mask_loss": False,
+            "zero": 0,
+            "offload": "none",
+            "tied": False,
+        }
+        | given
+    )
 
 
 def ids(cases: list[tuple[str, Layout, Chosen]]) -> list[str]:

@@ -3,8 +3,8 @@
 Each of the 55 layouts of dp x tp x pp x cp (cp 1, 2 or 4) with at most eight ranks is trained, with features that a
 seeded pairwise array has dealt to it, and compared with one process that takes each global batch as a single
 micro-batch: initial values bit by bit, losses and gradient norms of two steps, an evaluation, every element of the
-first gradient (clipped) and of what is trained: all parameters by SGD, matrices by Adam (damped) and by Muon. Not the
-others: Adam turns the rounding noise of a gradient that is truly zero, a key bias's, into whole steps. The optimizer is
+first gradient (clipped) and of every parameter after the steps. Where Adam (damped) steps, that may differ by as much
+more as it makes of rounding noise in a gradient that is next to nothing, a key bias's for one. The optimizer is
 one of the features that are dealt, so that each of the three meets every other feature. The tolerance is the same for
 all: 1e-5 in fp32. Then the same ranks train adapters of it, in the same way: LoRA, IA3 or LoRA of a quantised base,
 dealt so that each of them meets every feature, in as few of the cases as that takes.

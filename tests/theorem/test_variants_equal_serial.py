@@ -102,7 +102,10 @@ ADAPTED: list[tuple[str, Layout, Chosen]] = [
 def case_of(variant: str, layout: Layout, given: Chosen) -> Chosen:
     plain = {feature: values[0] for feature, values in choices(layout).items()}
     family = VARIANTS[variant][0]
-    return plain | {"family": family, "eod_mask_loss": False, "zero": 0, "offload": "none"} | given
+    optimizer = "adam" if layout.dp > 1 or layout.pp > 1 else "sgd"
+    return (
+        plain | {"family": family, "optimizer": optimizer, "eod_mask_loss": False, "zero": 0, "offload": "none"} | given
+    )
 
 
 def ids(cases: list[tuple[str, Layout, Chosen]]) -> list[str]:

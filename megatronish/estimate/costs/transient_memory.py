@@ -41,12 +41,13 @@ NEWTON_SCHULZ = 4
 class BufferBytes(NamedTuple):
     """Bytes of buffers as a backward of a chunk begins, at most while its layers are at work, and at its end.
 
-    `first` are those while the first of these layers is at work, the last of the chunk: where reductions wait for the
-    end there are fewer than later, when fewer activations wait. `table` are those of the embedding's bucket, if nothing
-    before its gradient has made it.
+    `head` are those while the output layer's gradient is copied there. `first` are those while the first of these
+    layers is at work, the last of the chunk: where reductions wait for the end there are fewer than later, when fewer
+    activations wait. `table` are those of the embedding's bucket, if nothing before its gradient has made it.
     """
 
     before: int
+    head: int
     first: int
     layers: int
     end: int
@@ -62,10 +63,18 @@ class Zero2Buffers:
     """
 
     def __init__(
-        self, parameters: Sequence[StageParameter], buckets: Sequence[GradientBucket], *, overlaps: bool
+        self,
+        parameters: Sequence[StageParameter],
+        buckets: Sequence[GradientBucket],
+        *,
+        overlaps: bool,
+        is_first: bool,
     ) -> None:
         self._overlaps = overlaps
         self._arrivals = [parameter.name for parameter in reversed(parameters) if parameter.learns]
+        if not is_first and TABLE in self._arrivals:  # it is the head's alone
+            self._arrivals.remove(TABLE)
+            self._arrivals.insert(0, TABLE)
         place = {parameter.name: number for number, parameter in enumerate(parameters)}
         self._turns = sorted(buckets, key=lambda bucket: -min(place[name] for name in bucket.names))
         self._pending: deque[int] = deque()
@@ -78,7 +87,7 @@ class Zero2Buffers:
         filling: dict[tuple[str, ...], int] = {}
         before = layers = end = sum(self._pending)
         table = 0
-        first, at_first = 0, ""
+        head, first, at_first = before, 0, ""
         for name in self._arrivals:
             if name not in bucket_of:
                 continue
@@ -92,13 +101,15 @@ class Zero2Buffers:
                 layer = ".".join(name.split(".")[:2])
                 at_first = at_first or layer
                 first = layers if self._overlaps or layer == at_first else first
+            elif not at_first:
+                head = max(head, end)
             missing[bucket.names].discard(name)
             while self._overlaps and queue and not missing[queue[0].names]:
                 bucket = queue.popleft()
                 self._reduce(bucket.in_transfer if filling.pop(bucket.names) else 0)
         for bucket in queue:
             self._reduce(bucket.in_transfer if bucket.names in filling else 0)
-        return BufferBytes(before, first, layers, end, table)
+        return BufferBytes(before, head, first, layers, end, table)
 
     def _reduce(self, size: int) -> None:
         if len(self._pending) == MAX_PENDING:
@@ -123,7 +134,9 @@ class ChunkBuckets(NamedTuple):
         load = StageLoad((chunk.layers,), is_first=is_first, is_last=is_last, plan=plan)
         traffic = StateTraffic(config, load, 0, vocab_size)
         buckets = list(traffic.buckets(padded=False))
-        buffers = Zero2Buffers(traffic.parameters, buckets, overlaps=config.parallel.overlap_grad_reduce)
+        buffers = Zero2Buffers(
+            traffic.parameters, buckets, overlaps=config.parallel.overlap_grad_reduce, is_first=is_first
+        )
         first = buffers.backward(0)
         own = ("embedding.", f"layers.{chunk.layers.start}.")
         tables = [
@@ -268,7 +281,10 @@ class StageTransients:
             # Unless the table's bucket is there already, it comes once the two gradients have become one.
             one, table = self.of_table(chunk)
             end = max(table + buffers.end - buffers.table, one + buffers.end)
-            return output + (buffers.before if is_later else 0.0), at_work, last, end
+            # The head's gradient is there while its bucket is filled; logits of its micro-batch are not any more.
+            gone = 0 if self.sizes.defers else self.sizes.logits
+            begin = max(buffers.before if is_later else 0.0, buffers.head - gone if ends else 0.0)
+            return output + begin, at_work, last, end
         if self.zero < 2:
             at_work = self.tied_gradient + layer
             return output, at_work, at_work, self.of_table(chunk)[1]
