@@ -289,9 +289,13 @@ def _idle_pattern(model: ModelConfig) -> list[str]:
 
 
 def _idle_latent(model: ModelConfig) -> list[str]:
-    """Note about sizes of latent attention in a model without it."""
+    """Note about sizes of latent attention in a model without it, and about the other way round."""
     if model.multi_latent_attention:
-        return []
+        if model.kv_channels is None:
+            return []
+        return [
+            f"kv_channels={model.kv_channels}: idle, as the size of a head is --qk-head-dim and --qk-pos-emb-head-dim"
+        ]
     given = [f"{name}={getattr(model, name)}" for name in SIZES if getattr(model, name) != FIELDS[name].default]
     return [f"{', '.join(given)}: idle, as --multi-latent-attention is not given"] if given else []
 

@@ -258,7 +258,9 @@ def _use(found: Settings, flag: Recognised, *, typed: bool) -> None:
         into = found.yielding if known.yields else found.settings
         if known.note:
             found.notes.append(f"{flag.spelled} is {known.text}: {known.note}")
-        into.extend(_settings(pairs, flag, typed=typed))
+        # A kind that is named counts before one that follows from a number: of those that yield the first one counts.
+        place = 0 if known.yields and known.by_value else len(into)
+        into[place:place] = _settings(pairs, flag, typed=typed)
 
 
 def _settings(pairs: Pairs, flag: Recognised, *, typed: bool) -> Iterable[Setting]:

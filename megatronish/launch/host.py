@@ -122,13 +122,13 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Asked, first_rank: in
     return status
 
 
-def peer_seconds(status: int) -> float:
-    """How long the others may speak after a failure with an exit status, 128 + n for signal n.
+def peer_seconds(status: int, *, lost: bool = False) -> float:
+    """How long the others may speak after a failure with an exit status, 128 + n for signal n, or a host that was lost.
 
     Of a rank that was killed and of a host that was lost they know only that they have lost them. SIGABRT is no such
     signal: gloo aborts where ranks differ, and the others then say in what.
     """
-    is_reason = status == LOST or (status > 128 and status - 128 in signal.valid_signals())
+    is_reason = lost or (status > 128 and status - 128 in signal.valid_signals())
     return LATER_SECONDS if is_reason and status != 128 + signal.SIGABRT else PEER_SECONDS
 
 

@@ -173,7 +173,7 @@ def _wait(hosts: Sequence[RunningHost], received: list[int]) -> None:
                 host.say(b"%d\n" % (signal.SIGKILL if is_second else signum))
         for code in [host.process.returncode or 0 for host in hosts if host.ended_at is not None]:
             if code != 0:
-                give_up_at = min(give_up_at, time.monotonic() + peer_seconds(LOST if code < 0 else code))
+                give_up_at = min(give_up_at, time.monotonic() + peer_seconds(code, lost=code < 0 or code == LOST))
         if time.monotonic() > give_up_at:
             return
         time.sleep(LOOK_SECONDS)

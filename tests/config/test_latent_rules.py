@@ -15,7 +15,7 @@ LATENT = f"{SIZES} --multi-latent-attention --position-embedding-type rope --dis
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--kv-channels 8", "kv_channels=8 is not for multi_latent_attention: the size of a head is that of its parts"),
+        ("--use-rope-scaling", "rope_scaling_type=llama3 is not for multi_latent_attention, whose RoPE YaRN stretches"),
         ("--rotary-percent 0.5", "rotary_percent=0.5 is not for multi_latent_attention: RoPE turns a part of its own"),
         (
             "--group-query-attention --num-query-groups 2",

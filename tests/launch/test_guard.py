@@ -97,8 +97,9 @@ def test_a_stopped_process_is_not_asked_and_finds_no_request_when_it_runs_again(
     assert stacks.read_text() == ""
 
 
-def test_a_process_is_not_asked_before_its_time_is_over(silent: Silent) -> None:
+def test_a_process_is_not_asked_before_its_time_is_over(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal ends the waits of native code, and the process may come to life."""
+    monkeypatch.setattr(guard, "PATIENCE", 5.0)
     _, pulses, stacks = silent
     assert not _look(Guard(pulses), 1.5 * LIMIT) and stacks.read_text() == ""
 

@@ -154,5 +154,5 @@ def test_ssh_may_ask_nothing_and_this_machine_needs_none() -> None:
 
 
 def test_others_may_speak_for_long_where_they_know_more_than_that_they_lost_their_peer() -> None:
-    assert [peer_seconds(status) for status in (1, 2, 128 + signal.SIGABRT, 254)] == [PEER_SECONDS] * 4
-    assert [peer_seconds(status) for status in (LOST, 128 + signal.SIGKILL)] == [LATER_SECONDS] * 2
+    assert [peer_seconds(status) for status in (1, 2, 128 + signal.SIGABRT, 254, LOST)] == [PEER_SECONDS] * 5
+    assert [peer_seconds(LOST, lost=True), peer_seconds(128 + signal.SIGKILL)] == [LATER_SECONDS] * 2

@@ -165,13 +165,15 @@ def test_a_host_that_dies_ends_the_run_with_its_sentence(hosts: Hosts, tmp_path:
 def test_a_rank_that_fails_is_the_reason_and_those_that_are_ended_are_not(hosts: Hosts, tmp_path: Path) -> None:
     """Nor those that end without it."""
     (tmp_path / "fail.py").write_text(
-        "import os, sys, time\n"
+        "import os, pathlib, sys, time\n"
         "rank = int(os.environ['RANK'])\n"
-        "time.sleep({3: 0.2, 2: 0.7}.get(rank, 300))\n"
-        "if rank == 2:\n    os._exit(1)\n"
-        "sys.exit('no more')\n"
+        "fails = pathlib.Path(sys.argv[1])\n"
+        "if rank == 3:\n    fails.touch()\n    sys.exit('no more')\n"
+        "while rank != 2 or not fails.exists():\n    time.sleep(0.01)\n"
+        "time.sleep(1)\n"
+        "os._exit(1)\n"
     )
-    done = hosts.run("", str(tmp_path / "fail.py"))
+    done = hosts.run("", str(tmp_path / "fail.py"), str(tmp_path / "fails"))
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "beta: no more",
@@ -195,13 +197,15 @@ def test_a_rank_that_is_killed_is_the_reason_on_whichever_host(hosts: Hosts, tmp
     (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=3\n")
     (tmp_path / "die.py").write_text(
         "import os, pathlib, signal, sys, time\n"
-        "rank, lost = int(os.environ['RANK']), pathlib.Path(sys.argv[1])\n"
+        "rank, lost, ready = int(os.environ['RANK']), *map(pathlib.Path, sys.argv[1:])\n"
+        "if rank == 2:\n    ready.touch()\n"
+        "while rank == 1 and not ready.exists():\n    time.sleep(0.01)\n"
         "if rank == 1:\n    lost.touch()\n    sys.exit(1)\n"
         "while rank == 2 and not lost.exists():\n    time.sleep(0.01)\n"
         "if rank == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(300)\n"
     )
-    done = hosts.run("", str(tmp_path / "die.py"), str(tmp_path / "lost"))
+    done = hosts.run("", str(tmp_path / "die.py"), str(tmp_path / "lost"), str(tmp_path / "ready"))
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines() == [
         "beta: rank 2 was ended by SIGKILL",

@@ -86,7 +86,7 @@ def test_ranks_share_the_imports_of_their_launcher(tmp_path: Path) -> None:
     assert sorted(found) == list(range(4))
     for rank in range(1, 4):  # rank 0 opens trackers
         assert len(found[rank]) <= 4, found[rank]  # two now
-    assert ended.seconds < 12  # 5 on a busy machine, the sample at the end included
+    assert ended.seconds < 20  # 5 on a busy machine, the sample at the end included
 
 
 def test_imports_are_not_looked_through_for_garbage() -> None:

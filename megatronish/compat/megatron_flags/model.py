@@ -104,7 +104,14 @@ MODEL: dict[str, Known] = {
     "use-rope-scaling": means("rope_scaling_type", "llama3"),
     "no-use-rope-scaling": means("rope_scaling_type", "none"),
     # Of latent attention, whose RoPE is YaRN's with a factor of --rotary-scaling-factor.
-    "rope-type": by_value("use --position-embedding-type rope with --rope-scaling-type", {}, harmless=("rope", "yarn")),
+    "rope-type": Known(
+        "means",
+        "use --position-embedding-type rope with --rope-scaling-type",
+        1,
+        ("yarn",),
+        by_value={"rope": (("rope_scaling_type", "none"),)},
+        yields=True,
+    ),
     "rotary-scaling-factor": Known(
         "means",
         "--rope-scaling-type yarn --rope-scaling-factor, of 4096 positions where no flag says how many",

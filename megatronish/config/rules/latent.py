@@ -6,7 +6,6 @@ from megatronish.config.rules.rule import ConfigRule
 
 _OF_GPT = {"model_type": "gpt", "block": "transformer"}
 _OF_HEADS: dict[str, str] = {
-    "kv_channels": "the size of a head is that of its parts; use --qk-head-dim and --qk-pos-emb-head-dim",
     "rotary_percent": "RoPE turns a part of its own; use --qk-pos-emb-head-dim",
     "group_query_attention": "each head has a key and a value of its own, from one latent; leave it out",
     "softmax_type": "sinks of latent attention are not there yet; leave it out",
@@ -58,6 +57,16 @@ def _values(config: Config) -> str | None:
     )
 
 
+def _stretched(config: Config) -> str | None:
+    model = config.model
+    if not model.multi_latent_attention or model.rope_scaling_type in ("none", "yarn"):
+        return None
+    return (
+        f"rope_scaling_type={model.rope_scaling_type} is not for multi_latent_attention, whose RoPE YaRN stretches; use "
+        "--rope-scaling-type yarn with --rope-scaling-factor, and leave Megatron's --use-rope-scaling out"
+    )
+
+
 def _without(name: str, reason: str) -> ConfigRule:
     """Rule on an option of attention that latent attention has not."""
 
@@ -103,6 +112,7 @@ RULES = (
     ConfigRule(("multi_latent_attention", "qk_pos_emb_head_dim"), _even_part),
     ConfigRule(("multi_latent_attention", "v_head_dim", "qk_head_dim", "qk_pos_emb_head_dim"), _values),
     ConfigRule(("multi_latent_attention", "num_query_groups", "num_attention_heads"), _query_groups),
+    ConfigRule(("multi_latent_attention", "rope_scaling_type"), _stretched),
     *(_without(name, reason) for name, reason in _OF_HEADS.items()),
     *(_grows(name) for name in ("rope_mscale", "rope_mscale_all_dim")),
 )
