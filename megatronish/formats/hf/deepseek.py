@@ -199,8 +199,6 @@ def _write_common(model: ModelConfig, seq_length: int) -> dict[str, Any]:
         "n_routed_experts": model.num_experts,
         "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_size,
         "num_experts_per_tok": model.moe_router_topk,
-        "n_group": model.moe_router_num_groups or 1,
-        "topk_group": model.moe_router_group_topk or 1,
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
     }
 
@@ -211,6 +209,8 @@ def _write_v3(model: ModelConfig, seq_length: int) -> dict[str, Any]:
         "rope_interleave": model.rotary_interleaved,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
         "norm_topk_prob": model.moe_router_topk > 1,
         "num_nextn_predict_layers": 0,
     }
@@ -222,6 +222,8 @@ def _write_v2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
         "mlp_bias": False,
         "scoring_func": "softmax",
         "topk_method": "greedy" if model.moe_router_num_groups is None else "group_limited_greedy",
+        "n_group": model.moe_router_num_groups,
+        "topk_group": model.moe_router_group_topk,
         "norm_topk_prob": False,
     }
 
