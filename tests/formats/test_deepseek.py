@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import to_hf, to_ours
+from conversions import logits_of, to_hf, to_ours
 from engines import world_size_of
 from expert_models import CONFIGS, LATENT, D, tensors_of_family, write_family
 from jobs import MOCK, steps_of, train_on_ranks
@@ -14,11 +14,16 @@ from safetensors.torch import load_file, save_file
 from sweeps import some_of
 from torch import Tensor
 
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
+from megatronish.formats.adapters import SavedAdapter
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
+from megatronish.formats.peft import folder as peft
 from megatronish.formats.safetensors import FILE
+from megatronish.formats.weights import LazyTensor
+from megatronish.specs.adapter_targets import adapted_sections
 
 ONE = {"num_experts_per_tok": 1, "norm_topk_prob": False}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -220,7 +225,8 @@ def test_the_layers_of_multi_token_prediction_are_left_out_in_one_line(tmp_path:
     save_file(tensors_of_family("deepseek_v3") | more, folder / FILE)
     lines = str(to_ours(folder, tmp_path / "ours")).splitlines()
     assert [line for line in lines if "multi-token" in line] == [
-        "left out on purpose: model.layers.2.eh_proj.weight and 3 more, of multi-token prediction, which is not there yet"
+        "left out on purpose: model.layers.2.eh_proj.weight and 3 more, of multi-token prediction, which is not there "
+        "yet"
     ]
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert load_file(tmp_path / "back" / FILE).keys() == tensors_of_family("deepseek_v3").keys()
@@ -229,6 +235,45 @@ def test_the_layers_of_multi_token_prediction_are_left_out_in_one_line(tmp_path:
 
 
 # Runs
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_folder_computes_what_its_checkpoint_computes(tmp_path: Path, name: str) -> None:
+    """With the biases of its routers, which are no parameters."""
+    folder = write_family(tmp_path / "theirs", name)
+    tensors = tensors_of_family(name)
+    biases = {key: tensor * 10 for key, tensor in tensors.items() if key.endswith("_bias")}
+    save_file(tensors | biases, folder / FILE)
+    to_ours(folder, tmp_path / "ours")
+    tokens = torch.arange(24).view(2, 12)
+    expected = logits_of(tmp_path / "ours", tokens, tp=1)
+    for tp, ep in ((1, 1), (2, 2)):
+        torch.testing.assert_close(logits_of(folder, tokens, tp=tp, ep=ep), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_has_the_names_of_peft_and_comes_back(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "theirs", "deepseek_v3")
+    description = hf.describe(folder)
+    targets = ("q_down", "q", "kv_down", "kv_up", "o")
+    config = AdapterConfig(adapter_type="lora", lora_rank=2, adapter_targets=targets)
+    generator = torch.Generator().manual_seed(3)
+    parts = {
+        f"{each.name}.{part}": torch.randn(shape, generator=generator)
+        for each in adapted_sections(description.model, config)
+        for part, shape in (("A", (2, each.in_features)), ("B", (each.out_features, 2)))
+    }
+    tensors = {name: LazyTensor(tuple(part.shape), part.dtype, part.clone) for name, part in parts.items()}
+    peft.write(tmp_path / "adapter", SavedAdapter(folder, config, tensors), description, base=str(folder))
+    layer = "base_model.model.model.layers.1.self_attn"
+    names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    written = load_file(tmp_path / "adapter" / peft.FILE)
+    assert {name for name in written if name.startswith(layer)} == {
+        f"{layer}.{name}.lora_{part}.weight" for name in names for part in "AB"
+    }
+    back = peft.read(tmp_path / "adapter", description)
+    assert {*back.config.adapter_targets} == {*targets} and back.tensors.keys() == parts.keys()
+    for name, part in parts.items():
+        assert torch.equal(back.tensors[name].read(), part), name
 
 
 LAYOUTS = ["--tp 2 --sequence-parallel --pp 2", "--dp 2 --ep 2 --zero-stage 3"]
