@@ -40,7 +40,9 @@ KINDS = {
     ),
     "ia3": AdapterConfig(adapter_type="ia3"),
     "experts": replace(LORA, adapter_targets=("q", "k", "v", "o", "layers.*.experts.*")),
-    "latent": replace(LORA, adapter_targets=("q_down", "q", "kv_down", "kv_up", "o", "layers.*.experts.*")),
+    "latent": replace(
+        LORA, lora_alpha=3.0, adapter_targets=("q_down", "q", "kv_down", "kv_up", "o", "layers.*.experts.*")
+    ),
 }
 
 
