@@ -145,6 +145,8 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
         "add_attention_bias": model.attention_bias,
         "add_mlp_bias": model.mlp_bias,
         "add_qkv_bias": model.qkv_bias,
+        "moe_router_scores_per_group": model.scores_per_group,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
         "max_position_embeddings": model.max_position_embeddings or seq_length,
         "softmax_scale": None if model.score_factor is None else model.softmax_scale,
         "window_attn_skip_freq": _pattern(model.windowed_layers),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatronish.checkpoint.save import state_tensors
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import UserError
@@ -130,7 +131,7 @@ def our_model(folder: Path) -> OurModel:
         sharding = built.shardings[name]
         pieces: tuple[Piece, ...] = tuple(sharding.pieces(mesh.domains[sharding.domain].model))
         into[name] = GlobalTensor(sharding.shape, pieces, parameter.detach().zero_(), writes=False)  # padding too
-    load_weights(tensors, into, source=folder)
+    load_weights(tensors, into | state_tensors(built.model.state(), mesh.domains["dense"]), source=folder)
     return OurModel(built.model.requires_grad_(False).eval(), vocab_size)
 
 

@@ -234,12 +234,18 @@ def load_found(found: SavedModel, mesh: Mesh, *, dtype: torch.dtype) -> LoadedMo
         _fill(saved, {name: each for name, each in of_adapters.items() if part in name}, mesh, name=str(number))
     states = state_tensors(model.state(), mesh.domains["dense"])
     if found.is_hf:
-        all_or_none(mesh.checkpoint_axis, lambda: load_weights(found.tensors(), tensors, source=found.checkpoint))
+        wanted = tensors | _of_hf(states)
+        all_or_none(mesh.checkpoint_axis, lambda: load_weights(found.tensors(), wanted, source=found.checkpoint))
     else:
         load_tensors(found.checkpoint, tensors | states, mesh=mesh)
     trained = LoadedModel(model.requires_grad_(False).eval(), description, found.step, tuple(adapters))
     trained.select(next(iter(adapters), None))
     return trained
+
+
+def _of_hf(tensors: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
+    """Those that Hugging Face's models have: not the choices of the step before, which a run counts again."""
+    return {name: each for name, each in tensors.items() if not name.endswith(native.LOAD)}
 
 
 def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
@@ -250,7 +256,7 @@ def load_engine(found: SavedModel, config: Config, mesh: Mesh) -> Engine:
     engine = build_engine(config, mesh, vocab_size=found.description.vocab_size, trainable=nothing)
     tensors = base_tensors_of(engine)
     if found.is_hf:
-        wanted = {name: each for name, each in tensors.items() if name.removeprefix("model.") in engine.stage.shardings}
+        wanted = _of_hf(tensors)
         all_or_none(mesh.checkpoint_axis, lambda: load_weights(found.tensors(), wanted, source=found.checkpoint))
     else:
         load_tensors(found.checkpoint, tensors, mesh=mesh)

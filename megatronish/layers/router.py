@@ -7,8 +7,9 @@ place (64 experts, 8 chosen). Scores follow the field's formulas:
     softmax, before the choice    w = the K chosen of softmax(logits)                     (OLMoE, Qwen2-MoE)
     sigmoid                      s = sigmoid(logits), chosen by s + bias, w = s / sum s (DeepSeek-V3, arXiv:2412.19437)
 
-With groups, the experts of a token come from the `group_topk` groups whose K / group_topk best scores add up to most;
-with a softmax after the choice, whose logits do, as in Megatron-LM.
+With groups, the experts of a token come from the `group_topk` groups whose `scores_per_group` best scores add up to
+most; with a softmax after the choice, whose logits do, as in Megatron-LM. It has K / group_topk, DeepSeek-V3 two of
+them, DeepSeek-V2 the best alone.
 
 Every number that balances the load is a sum over tokens or sequences, divided by a count that is known before the step,
 so no layout changes it (the field's per-micro-batch and per-rank means are changed by it):
@@ -41,6 +42,7 @@ class RouterSettings(NamedTuple):
     """With `before_choice`: the chosen weights are divided by their sum."""
     num_groups: int | None = None
     group_topk: int | None = None
+    scores_per_group: int | None = None
     scaling_factor: float = 1.0
     has_bias: bool = False
     """A bias that the choices of each step move towards balance."""
@@ -188,7 +190,8 @@ def _group_scores(scores: Tensor, settings: RouterSettings) -> Tensor:
     """[T, E] -> [T, groups]: the sum of the best scores of each group."""
     assert settings.num_groups is not None and settings.group_topk is not None
     by_group = scores.unflatten(1, (settings.num_groups, -1))
-    return by_group.topk(settings.num_chosen // settings.group_topk, dim=-1).values.sum(-1)
+    number = settings.scores_per_group or settings.num_chosen // settings.group_topk
+    return by_group.topk(number, dim=-1).values.sum(-1)
 
 
 def _last_margin(scores: Tensor, num_chosen: int) -> Tensor:

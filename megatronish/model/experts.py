@@ -61,6 +61,7 @@ def router_settings(config: ModelConfig, spec: ExpertsSpec) -> RouterSettings:
         normalised=config.moe_router_norm_topk_prob,
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
+        scores_per_group=config.scores_per_group,
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
         has_bias=config.moe_router_enable_expert_bias,
         bias_rate=config.moe_router_bias_update_rate,

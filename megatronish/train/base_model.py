@@ -55,8 +55,6 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
     keep, axis = job.config.checkpoint, engine.mesh.checkpoint_axis
     source = Path(keep.load_hf or keep.load or "")
     into = {name: each for name, each in base_tensors_of(engine).items() if not name.endswith(native.LOAD)}
-    if keep.load_hf is not None:  # has no state of routers
-        into = {name: each for name, each in into.items() if name.removeprefix(native.PREFIX) in engine.stage.shardings}
 
     def read() -> Model:
         folder = find_checkpoint(source, step=keep.ckpt_step) if keep.load_hf is None and source.is_dir() else None

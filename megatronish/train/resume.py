@@ -336,9 +336,9 @@ def _names_step(keep: CheckpointConfig, own: Location) -> bool:
 
 
 def _from_hf(job: TrainingJob, engine: Engine, load: Path, say: Callable[[str], None]) -> Begun:
-    # Parameters alone: Hugging Face's models have no state of routers.
+    # Hugging Face's models have biases of routers, and no choices of the step before.
     held = tensors_of(engine, with_optimizer=False).items()
-    into = {name: tensor for name, tensor in held if name.removeprefix(native.PREFIX) in engine.stage.shardings}
+    into = {name: tensor for name, tensor in held if not name.endswith(native.LOAD)}
 
     def read() -> Begun:
         description, tensors = open_hf(load)

@@ -35,6 +35,7 @@ OTHERS: list[dict[str, Any]] = [
     {"multiple_validation_sets": True, "data_path": (), "train_data_path": ("a",), "save_interval": 2},
     {"num_experts": 8, "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},
     {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_layer_freq": "([0]*1+[1]*7)"},
+    {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_scores_per_group": 1},
     {"num_experts": 8, "zero_stage": 3, "data_parallel_size": 8, "zero_hpz_partition_size": 2},
     {"zero_stage": 3, "data_parallel_size": 8, "zero_hpz_partition_size": 3},
     {"zero_stage": 2, "zero_quantized_gradients": "int8"},

@@ -316,6 +316,10 @@ def test_arguments_without_a_counterpart_are_refused(args: dict[str, Any], messa
             },
             "moe_router_norm_topk_prob with moe_router_num_groups",
         ),
+        (
+            {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_scores_per_group": 1},
+            "moe_router_scores_per_group=1 .there it is moe_router_topk over moe_router_group_topk",
+        ),
     ],
 )
 def test_a_model_without_a_counterpart_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -432,6 +436,7 @@ def test_all_options_of_experts_have_a_place() -> None:
     others = {
         "moe_layer_freq",
         "moe_router_norm_topk_prob",
+        "moe_router_scores_per_group",
         "moe_expert_capacity_factor",
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",

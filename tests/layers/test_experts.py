@@ -133,10 +133,15 @@ def test_a_token_travels_as_a_row_for_each_choice_and_comes_back() -> None:
     assert torch.equal(same, x)
 
 
-@pytest.mark.parametrize(("before_choice", "chosen"), [(False, [2, 3]), (True, [0, 1])])
-def test_groups_are_compared_by_what_experts_are_chosen_by(before_choice: bool, chosen: list[int]) -> None:
-    """Logits 10 and -10 add up to less than 4 and 3, and their probabilities to more."""
-    settings = RouterSettings(4, 2, before_choice=before_choice, num_groups=2, group_topk=1)
+@pytest.mark.parametrize(
+    ("before_choice", "best", "chosen"),
+    [(False, None, [2, 3]), (True, None, [0, 1]), (False, 2, [2, 3]), (False, 1, [0, 1])],
+)
+def test_groups_are_compared_by_what_experts_are_chosen_by(
+    before_choice: bool, best: int | None, chosen: list[int]
+) -> None:
+    """Logits 10 and -10 add up to less than 4 and 3, and their probabilities to more; the best alone is 10."""
+    settings = RouterSettings(4, 2, before_choice=before_choice, num_groups=2, group_topk=1, scores_per_group=best)
     router = Router(4, settings, init_std=1.0)
     router.weight.data.copy_(torch.diag(torch.tensor([10.0, -10.0, 4.0, 3.0])))
     assert router(torch.ones(1, 4)).choices.sort().values.tolist() == [chosen]

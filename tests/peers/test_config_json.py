@@ -35,6 +35,11 @@ STRETCHED = {
     "yarn, other turns": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0},
 }
 
+KINDS = [kind for kind in FAMILIES if kind != "kimi_k2"]
+"""Model types that transformers knows: a Kimi K2 brings code of its own, and is a DeepSeek-V3."""
+NEEDED: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_experts_per_tok": 6}}
+"""Keys without which a config.json describes no model there."""
+
 
 def folder_of(path: Path, config: dict[str, Any]) -> Path:
     path.mkdir(exist_ok=True)
@@ -46,16 +51,16 @@ def said(found: HfModel) -> tuple[Any, ...]:
     return found.model, found.vocab_size, found.seq_length, found.eos_token_ids
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_left_out_means_the_same(tmp_path: Path, kind: str) -> None:
-    bare = folder_of(tmp_path / "bare", {"model_type": kind})
+    bare = folder_of(tmp_path / "bare", {"model_type": kind, **NEEDED.get(kind, {})})
     whole = folder_of(tmp_path / "whole", peer.AutoConfig.from_pretrained(bare).to_dict())
     assert said(read_hf_config(bare)) == said(read_hf_config(whole))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_we_write_is_read_as_the_same_model(tmp_path: Path, kind: str) -> None:
-    bare = folder_of(tmp_path / "bare", {"model_type": kind})
+    bare = folder_of(tmp_path / "bare", {"model_type": kind, **NEEDED.get(kind, {})})
     found = read_hf_config(bare)
     # By the family itself: of two that describe a model, `hf_config_of` takes the first of the table.
     model = ModelConfig(**found.model)
@@ -64,6 +69,7 @@ def test_what_we_write_is_read_as_the_same_model(tmp_path: Path, kind: str) -> N
     for key, default in peer.AutoConfig.from_pretrained(bare).to_dict().items():
         value = model.num_kv_heads if key == "num_key_value_heads" and default is None else default
         own = ("architectures", "_name_or_path", "bos_token_id", "eos_token_id", "n_inner", "max_window_layers")
+        own = (*own, "num_nextn_predict_layers")  # whose layers are left out here
         # A default of theirs would be a token of ours, or none of the table.
         assert key in (*own, "pad_token_id") or theirs[key] == value, key
     assert theirs["pad_token_id"] is None or kind == "t5"

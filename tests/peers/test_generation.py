@@ -8,7 +8,7 @@ import torch
 from conversions import to_ours
 from ranks import run_ranks
 
-from megatronish.core.layout import Layout
+from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import load_model
 from megatronish.launch.place import Place
@@ -25,7 +25,8 @@ EOD = 2
 
 def written_by(place: Place, load: Path, layout: Layout, prompts: list[list[int]], lengths: int) -> list[list[int]]:
     """What this rank saw to follow each prompt."""
-    mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous)
+    experts = ExpertLayout(1, layout.tp)
+    mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous, experts=experts)
     trained = load_model(load, mesh=mesh)
     texts = [list[int]() for _ in prompts]
     seq_length = trained.description.seq_length

@@ -31,6 +31,7 @@ mixtures: Any = pytest.importorskip("test_transformers_experts", exc_type=Import
 
 DENSE = ("llama-biases", "qwen2", "qwen3", "gpt2", "bloom")
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+LATENT = ("deepseek_v3", "deepseek_v2")
 LORA = AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=5.0)
 KINDS = {
     "lora": LORA,
@@ -39,6 +40,9 @@ KINDS = {
     ),
     "ia3": AdapterConfig(adapter_type="ia3"),
     "experts": replace(LORA, adapter_targets=("q", "k", "v", "o", "layers.*.experts.*")),
+    "latent": replace(
+        LORA, lora_alpha=3.0, adapter_targets=("q_down", "q", "kv_down", "kv_up", "o", "layers.*.experts.*")
+    ),
 }
 
 
@@ -68,7 +72,11 @@ def random_adapter(description: Description, config: AdapterConfig) -> SavedAdap
 
 
 @pytest.fixture(
-    params=[(name, kind) for name in DENSE for kind in list(KINDS)[:3]] + [(name, "experts") for name in EXPERTS]
+    params=[
+        *((name, kind) for name in DENSE for kind in list(KINDS)[:3]),
+        *((name, "experts") for name in EXPERTS),
+        *((name, "latent") for name in LATENT),
+    ]
 )
 def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, SavedAdapter]:
     """Name of a model, a folder with it in both formats and an adapter of PEFT's, and this adapter."""
@@ -157,13 +165,13 @@ def names_in(module: Any, found: dict[str, Tensor]) -> dict[str, str]:
     return {theirs: our for theirs, our in names.items() if our in found}
 
 
-@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS, *LATENT])
 def test_an_adapter_that_peft_has_made_is_read(tmp_path: Path, name: str) -> None:
     model, tokens = model_of(name), tokens_of(name)
     model.save_pretrained(tmp_path / "theirs")
     to_ours(tmp_path / "theirs", tmp_path / "ours")
-    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if name in EXPERTS else None
-    targets = ["q_proj", "v_proj"] if name in EXPERTS else "all-linear"
+    parameters = None if name in DENSE else ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    targets = "all-linear" if name in DENSE else ["q_proj", "v_proj", "q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa"]
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=targets, target_parameters=parameters, task_type="CAUSAL_LM"
     )

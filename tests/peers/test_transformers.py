@@ -9,7 +9,7 @@ import torch
 from conversions import logits_of, to_hf, to_ours
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.core.layout import Layout
+from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.formats import native
 from megatronish.formats.convert import convert
 from megatronish.formats.weights import Description, LazyTensor, Model
@@ -69,7 +69,8 @@ def test_logits_are_equal_in_both_directions(tmp_path: Path, name: str) -> None:
 
 def our_gradients(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The mean loss of predicting each next token, and gradients by our names."""
-    trained = load_model(folder, mesh=Mesh.start(Layout(), rank=0, init_method=""))
+    mesh = Mesh.start(Layout(), rank=0, init_method="", experts=ExpertLayout(1, 1))
+    trained = load_model(folder, mesh=mesh)
     model, labels = trained.model.requires_grad_(), tokens[:, 1:].contiguous()
     positions = torch.arange(labels.shape[1]).expand_as(labels)
     mask = torch.ones_like(labels, dtype=torch.bool)

@@ -56,9 +56,54 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
 }
+_LATENT: dict[str, Any] = _COMMON | {
+    "num_key_value_heads": HEADS,
+    "intermediate_size": DENSE,
+    "moe_intermediate_size": F,
+    "n_routed_experts": E,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 32, "beta_slow": 1}
+CONFIGS |= {
+    "deepseek_v3": _LATENT
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "kimi_k2": _LATENT
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "q_lora_rank": None,
+        "n_group": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+    },
+    "deepseek_v2": _LATENT
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5},
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+    },
+}
+LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v2")
 for _name, _config in CONFIGS.items():
     _config["model_type"] = _name
-WITH_EXPERTS = {"mixtral": (0, 1), "qwen2_moe": (1,), "qwen3_moe": (1,), "olmoe": (0, 1)}
+WITH_EXPERTS = {"mixtral": (0, 1), "qwen2_moe": (1,), "qwen3_moe": (1,), "olmoe": (0, 1)} | dict.fromkeys(LATENT, (1,))
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -72,8 +117,11 @@ def tensors_of_family(name: str) -> dict[str, Tensor]:
         layer = f"model.layers.{n}"
         rows = {"q": queries, "k": keys, "v": keys}
         shapes[f"{layer}.input_layernorm"] = shapes[f"{layer}.post_attention_layernorm"] = (D,)
-        shapes |= {f"{layer}.self_attn.{each}_proj": (number, D) for each, number in rows.items()}
-        shapes[f"{layer}.self_attn.o_proj"] = (D, queries)
+        if name in LATENT:
+            shapes |= {f"{layer}.self_attn.{each}": shape for each, shape in _latent_shapes(config).items()}
+        else:
+            shapes |= {f"{layer}.self_attn.{each}_proj": (number, D) for each, number in rows.items()}
+            shapes[f"{layer}.self_attn.o_proj"] = (D, queries)
         if name in ("qwen3_moe", "olmoe"):
             across = name == "olmoe"
             shapes[f"{layer}.self_attn.q_norm"] = (queries if across else size,)
@@ -87,7 +135,24 @@ def tensors_of_family(name: str) -> dict[str, Tensor]:
             for key, shape in named.items()
             if key[-13] in "qkv" and "_proj" in key and "self_attn" in key
         }
+    if config.get("scoring_func") == "sigmoid":
+        named |= {f"model.layers.{n}.mlp.gate.e_score_correction_bias": (E,) for n in WITH_EXPERTS[name]}
     return _drawn(named)
+
+
+def _latent_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer of latent attention."""
+    low, rank, turned = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    queries: dict[str, tuple[int, ...]] = {"q_proj": (HEADS * (plain + turned), D)}
+    if low is not None:
+        queries = {"q_a_proj": (low, D), "q_a_layernorm": (low,), "q_b_proj": (HEADS * (plain + turned), low)}
+    return queries | {
+        "kv_a_proj_with_mqa": (rank + turned, D),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (HEADS * (plain + value), rank),
+        "o_proj": (D, HEADS * value),
+    }
 
 
 def _mlp_shapes(name: str, layer: str, *, has_experts: bool) -> dict[str, tuple[int, ...]]:
@@ -107,6 +172,8 @@ def _mlp_shapes(name: str, layer: str, *, has_experts: bool) -> dict[str, tuple[
         shapes = {
             f"{key.rpartition('.')[0]}.{MIXTRAL.get(key.rpartition('.')[2], 'gate')}": s for key, s in shapes.items()
         }
+    if name in LATENT:
+        shapes |= mlp(f"{part}.shared_experts", F * CONFIGS[name]["n_shared_experts"])
     if name == "qwen2_moe":
         shapes |= mlp(f"{part}.shared_expert", SHARED) | {f"{part}.shared_expert_gate": (1, D)}
     return shapes

@@ -129,14 +129,25 @@ EXPERTS: list[tuple[Layout, Chosen]] = [
     (Layout(dp=2), {"ep": "most", "zero": 1}),
     (Layout(tp=2, pp=2), {"ep": "most", "sequence_parallel": True, "schedule": "1f1b", "num_microbatches": 3}),
 ]
+CHOICES: dict[str, dict[str, Any]] = {
+    "v3": {},
+    "v2": {
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_scores_per_group": 1,
+    },
+}
 
 
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(("layout", "given"), EXPERTS, ids=["dp2", "tp2_pp2"])
-def test_a_layout_trains_a_model_as_deepseeks_is(layout: Layout, given: Chosen) -> None:
-    """Latent attention, sigmoid scores in groups, shared experts, and first layers that are dense."""
+def test_a_layout_trains_a_model_as_deepseeks_is(layout: Layout, given: Chosen, choice: str) -> None:
+    """Latent attention, scores in groups, shared experts, and first layers that are dense."""
     plain = {feature: values[0] for feature, values in choices_of_experts(layout).items()}
     chosen = case_of(layout, plain | {"experts": "sigmoid", "etp": "one"} | given)
     problem = latent(expert_problem(layout, chosen), "q")
     layers = problem.model.num_layers
-    model = replace(problem.model, moe_shared_expert_gate=False, moe_layer_freq=f"[0]*1+[1]*{layers - 1}")
+    others = {"moe_shared_expert_gate": False, "moe_layer_freq": f"[0]*1+[1]*{layers - 1}", **CHOICES[choice]}
+    model = replace(problem.model, **others)
     assert_equal_to_serial(replace(problem, model=model), expert_spread(layout, chosen))

@@ -44,6 +44,15 @@ EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 24"
             "--tp 2 --moe-shared-expert-intermediate-size 25",
             "moe_shared_expert_intermediate_size=25 must be divisible by tensor_model_parallel_size=2; use .* 25",
         ),
+        (
+            "--moe-router-topk 4 --moe-router-num-groups 3 --moe-router-group-topk 1 --moe-router-scores-per-group 1",
+            "moe_router_group_topk=1 .* must leave moe_router_topk=4 experts to choose; use 2 to 3",
+        ),
+        (
+            "--moe-router-num-groups 3 --moe-router-group-topk 1 --moe-router-scores-per-group 3",
+            "moe_router_scores_per_group=3 must be at most the 2 experts of a group; use a smaller one",
+        ),
+        ("--moe-router-scores-per-group 1", "moe_router_scores_per_group is of groups of experts; add --moe-router-nu"),
         ("--moe-router-topk 7", "moe_router_topk=7 must be at most num_experts=6; choose fewer"),
     ],
 )

@@ -3,7 +3,7 @@
 from megatronish.config.config import Config
 from megatronish.config.fields import one_of
 from megatronish.config.rules.rule import MESH, ConfigRule, divide
-from megatronish.config.sections.model import parse_frequency
+from megatronish.config.sections.model import ModelConfig, parse_frequency
 
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
@@ -119,21 +119,40 @@ def _chosen(config: Config) -> str | None:
     if model.num_experts is None:
         return None
     chosen, groups, kept = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    best = model.moe_router_scores_per_group
     if chosen > model.num_experts:
         return f"moe_router_topk={chosen} must be at most num_experts={model.num_experts}; choose fewer"
     if groups is None and kept is None:
-        return None
+        lost = "moe_router_scores_per_group is of groups of experts; add --moe-router-num-groups, or leave it out"
+        return None if best is None else lost
     if groups is None or kept is None:
         return "moe_router_num_groups and moe_router_group_topk belong together; add the other"
     if model.num_experts % groups:
         return divide("num_experts", model.num_experts, "moe_router_num_groups", groups)
     size = model.num_experts // groups
+    if best is not None:
+        return _limited_choice(model, size)
     fitting = [kept for kept in range(1, groups + 1) if chosen % kept == 0 and chosen // kept <= size]
     if kept not in fitting:
         remedy = f"use --moe-router-group-topk {one_of(fitting)}" if fitting else "use fewer groups"
         return (
             f"moe_router_group_topk={kept} of moe_router_num_groups={groups}, of {size} experts each, must divide "
             f"moe_router_topk={chosen} into parts that a group can give; {remedy}"
+        )
+    return None
+
+
+def _limited_choice(model: ModelConfig, size: int) -> str | None:
+    """Complaint about groups of this size, with a number of scores of their own, that cannot give so many experts."""
+    chosen, groups, kept = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    best = model.moe_router_scores_per_group
+    assert groups is not None and kept is not None and best is not None
+    if best > size:
+        return f"moe_router_scores_per_group={best} must be at most the {size} experts of a group; use a smaller one"
+    if not -(-chosen // size) <= kept <= groups:
+        return (
+            f"moe_router_group_topk={kept} of moe_router_num_groups={groups}, of {size} experts each, must leave "
+            f"moe_router_topk={chosen} experts to choose; use {-(-chosen // size)} to {groups}"
         )
     return None
 
@@ -230,7 +249,13 @@ RULES = (
     ),
     ConfigRule((*MESH, "num_experts", "seq_length"), _sequence_over_tp),
     ConfigRule(("num_experts", "moe_layer_freq", "num_layers"), _layers),
-    ConfigRule(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _chosen),
+    ConfigRule(
+        (
+            *("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
+            "moe_router_scores_per_group",
+        ),
+        _chosen,
+    ),
     ConfigRule(
         (
             *("moe_use_upcycling", "num_experts", "load", "load_hf", "moe_ffn_hidden_size", "disable_bias_linear"),

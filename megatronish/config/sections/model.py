@@ -51,6 +51,8 @@ class ExpertOptions:
     """Groups of experts, of which a token may choose from --moe-router-group-topk."""
     moe_router_group_topk: Annotated[int | None, at_least(1), at_most(32_767)] = None
     """Groups that a token chooses from."""
+    moe_router_scores_per_group: Annotated[int | None, at_least(1), at_most(32_767)] = None
+    """Best scores of a group that add up to the group's. Derived: --moe-router-topk over --moe-router-group-topk."""
     moe_router_topk_scaling_factor: Annotated[float | None, greater_than(0)] = None
     """Factor of the weights of the chosen experts."""
     moe_input_jitter_eps: Annotated[float, at_least(0), at_most(1), TRAINING_ONLY] = 0.0
@@ -426,6 +428,13 @@ class ModelConfig(ExpertOptions, PatternOptions, LatentOptions, BlockOptions, De
     def expert_ffn_size(self) -> int:
         """Inner width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def scores_per_group(self) -> int | None:
+        """Best scores of a group of experts that add up to the group's; None without groups."""
+        if self.moe_router_num_groups is None or self.moe_router_group_topk is None:
+            return None
+        return self.moe_router_scores_per_group or self.moe_router_topk // self.moe_router_group_topk
 
 
 LONGEST = 100_000

@@ -18,9 +18,13 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.family import CONFIG, CORRECT, ConfigJson, ModelFamily, in_no_family, read_json
+from megatronish.formats.hf.quantised import QUANTISED, fp8_blocks
 from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
 from megatronish.formats.hf.window import WINDOW_KEYS
 from megatronish.tokenizer.names import tokenizer_in
+
+LEFT_OUT = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Numbers of layers in the files that are left out, and so are not there in what is written."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ def hf_config_of(
         if changed.keys() & set(group) or (group is ROPE_KEYS and is_longer):
             stale |= set(group)
             changed |= {key: wanted[key] for key in group if key in wanted}
-    return {key: value for key, value in origin.items() if key not in stale} | changed
+    stale.add(QUANTISED)  # as read, and so as written, the weights are not
+    left_out = {key: 0 for key in LEFT_OUT if origin.get(key)}
+    return {key: value for key, value in origin.items() if key not in stale} | changed | left_out
 
 
 def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]) -> HfModel:
@@ -92,8 +98,7 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     family = FAMILIES[name]
     aliased = {family.aliases[key]: value for key, value in origin.items() if key in family.aliases}
     config = ConfigJson(path, {**aliased, **origin}, family.defaults)
-    if config.values.get("quantization_config") is not None:
-        config.refuse("quantization_config", "says that the weights are quantized", remedy="take the unquantized model")
+    fp8_blocks(config)
     config.must_be("is_causal", None, True, why="is not supported: a decoder sees what comes before alone")
     config.must_be("per_layer_config", None, {}, why="is not supported: layers have the settings of the whole model")
     model = _fields(family, config)

@@ -4,6 +4,7 @@ from megatronish.formats.hf.bert import BERT
 from megatronish.formats.hf.bloom import BLOOM
 from megatronish.formats.hf.cohere import COHERE
 from megatronish.formats.hf.cohere2 import COHERE2
+from megatronish.formats.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from megatronish.formats.hf.ernie4_5 import ERNIE4_5
 from megatronish.formats.hf.exaone4 import EXAONE4
 from megatronish.formats.hf.family import ModelFamily
@@ -74,4 +75,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "ernie4_5": ERNIE4_5,
     "cohere2": COHERE2,
     "olmo3": OLMO3,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": KIMI_K2,
+    "deepseek_v2": DEEPSEEK_V2,
 }

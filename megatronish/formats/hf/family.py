@@ -147,13 +147,14 @@ def in_no_family(model: ModelConfig) -> str | None:
     """Field of a model that no family here has."""
     factor, capacity = model.moe_router_topk_scaling_factor, model.moe_expert_capacity_factor
     has_experts = model.num_experts is not None
+    as_older = has_experts and not model.multi_latent_attention  # DeepSeek's families have more choices of experts
     return first_true(
         {
-            f"moe_router_score_function={model.moe_router_score_function}": has_experts
+            f"moe_router_score_function={model.moe_router_score_function}": as_older
             and model.moe_router_score_function != "softmax",
-            f"moe_router_num_groups={model.moe_router_num_groups}": has_experts
+            f"moe_router_num_groups={model.moe_router_num_groups}": as_older
             and model.moe_router_num_groups is not None,
-            f"moe_router_topk_scaling_factor={factor}": has_experts and factor not in (None, 1),
+            f"moe_router_topk_scaling_factor={factor}": as_older and factor not in (None, 1),
             f"moe_expert_capacity_factor={capacity}": has_experts and capacity is not None,
             f"softmax_type={model.softmax_type}": model.softmax_type != "vanilla",
             f"attention_pattern={model.attention_pattern}": model.attention_pattern != "none",

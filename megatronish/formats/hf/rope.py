@@ -16,11 +16,13 @@ KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL, PARTIAL, "rot
 BASE = 10000.0
 
 
-def read_rope(config: ConfigJson, *, base: float = BASE, turned: float | None = None) -> dict[str, Any]:
+def read_rope(
+    config: ConfigJson, *, base: float = BASE, turned: float | None = None, latent: bool = False
+) -> dict[str, Any]:
     """Fields of ModelConfig on RoPE; UserError for a kind of RoPE that is not implemented.
 
     `base` is the one that an absent key means. `turned` is the part of a head that RoPE turns where no key says it, in
-    a family that has such a key.
+    a family that has such a key. `latent`: of latent attention, in which yarn makes scores larger too.
     """
     rope, spelled = _parameters(config)
     fields: dict[str, Any] = {"rotary_base": rope.number("rope_theta", null=config.number("rope_theta", null=base))}
@@ -38,7 +40,9 @@ def read_rope(config: ConfigJson, *, base: float = BASE, turned: float | None = 
     if kind == "default":
         return fields
     if kind == "yarn":
-        return fields | _yarn(config, rope, spelled)
+        return fields | _yarn(config, rope, spelled, latent=latent)
+    if latent and rope.values.get("mscale_all_dim"):
+        config.refuse(spelled, f"makes scores larger by mscale_all_dim with {kind!r}, and here only yarn does")
     fields |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor")}
     if kind == "linear":
         return fields
@@ -49,8 +53,11 @@ def read_rope(config: ConfigJson, *, base: float = BASE, turned: float | None = 
     }
 
 
-def write_rope(model: ModelConfig, *, turned: bool = False) -> dict[str, Any]:
-    """Keys of config.json for the RoPE of a model; `turned`: with that of the part of a head that it turns."""
+def write_rope(model: ModelConfig, *, turned: bool = False, latent: bool = False) -> dict[str, Any]:
+    """Keys of config.json for the RoPE of a model; `turned`: with that of the part of a head that it turns.
+
+    `latent`: with those of yarn in latent attention.
+    """
     part = {PARTIAL: model.rotary_percent} if turned else {}
     if model.rope_scaling == "none":
         return {"rope_theta": model.rotary_base, "rope_scaling": None, **part}
@@ -61,6 +68,8 @@ def write_rope(model: ModelConfig, *, turned: bool = False) -> dict[str, Any]:
         scaling |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
     if model.rope_scaling == "yarn":
         scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
+    if model.rope_scaling == "yarn" and latent:
+        scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
     return {"rope_theta": model.rotary_base, "rope_scaling": scaling, **part}
 
 
@@ -118,16 +127,20 @@ def _original(config: ConfigJson, rope: ConfigJson) -> int:
     return (config if inner is None else rope).whole(ORIGINAL, null=config.whole("max_position_embeddings"))
 
 
-def _yarn(config: ConfigJson, rope: ConfigJson, spelled: str) -> dict[str, Any]:
+def _yarn(config: ConfigJson, rope: ConfigJson, spelled: str, *, latent: bool) -> dict[str, Any]:
     if rope.values.get("truncate", True) is not True:
         config.refuse(spelled, "leaves yarn's range untruncated, and here it always is whole pairs")
     original = _original(config, rope)
     factor = rope.number("factor", null=config.whole("max_position_embeddings") / original)
-    ours = _attention_factor(factor)
-    theirs = rope.number("attention_factor", null=ours)
     mscale, mscale_all_dim = rope.number("mscale", null=0), rope.number("mscale_all_dim", null=0)
-    if rope.values.get("attention_factor") is None and mscale and mscale_all_dim:
-        theirs = _attention_factor(factor, mscale) / _attention_factor(factor, mscale_all_dim)
+    if latent and mscale not in (0, 1) and not mscale_all_dim:
+        config.refuse(spelled, "has mscale without mscale_all_dim, and versions differ in what that means")
+    has_both = bool(mscale and mscale_all_dim)
+    plain = _attention_factor(factor)
+    ratio = _attention_factor(factor, mscale) / _attention_factor(factor, mscale_all_dim)
+    theirs = rope.number("attention_factor", null=ratio if has_both else plain)
+    growth = {"rope_mscale": mscale or 1.0, "rope_mscale_all_dim": mscale_all_dim} if latent else {}
+    ours = _attention_factor(factor, mscale or 1.0) / _attention_factor(factor, mscale_all_dim) if latent else plain
     if not math.isclose(theirs, ours, rel_tol=1e-6):
         config.refuse(
             spelled, f"multiplies attention by {theirs:.6g}, and yarn with a factor of {factor:g} by {ours:.6g} here"
@@ -138,6 +151,7 @@ def _yarn(config: ConfigJson, rope: ConfigJson, spelled: str) -> dict[str, Any]:
         "rope_original_max_positions": original,
         "rope_beta_fast": rope.number("beta_fast", null=0) or 32.0,
         "rope_beta_slow": rope.number("beta_slow", null=0) or 1.0,
+        **growth,
     }
 
 

@@ -26,7 +26,8 @@ from megatronish.core.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.families import FAMILIES
-from megatronish.formats.hf.family import CONFIG, ExpertNames, FamilyTensors
+from megatronish.formats.hf.family import CONFIG, ConfigJson, ExpertNames, FamilyTensors
+from megatronish.formats.hf.quantised import dequantised, fp8_blocks
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description, LazyTensor, Model
@@ -84,6 +85,9 @@ def read(load: Path) -> Model:
             "save_pretrained it"
         )
     tensors = read_folder(load)
+    blocks = fp8_blocks(ConfigJson(load / CONFIG, description.origin[FORMAT], {}))
+    if blocks is not None:
+        tensors = dequantised(load, tensors, blocks)
     buffers = {name: tensors.pop(name) for name in [*tensors] if BUFFERS.fullmatch(name)}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:

@@ -325,6 +325,9 @@ def without_counterpart(model: ModelConfig) -> str | None:
         return "moe_expert_capacity_factor (a limit for each sequence; it has one for each micro-batch)"
     if after_choice and model.moe_router_topk == 1:
         return "moe_router_topk=1 with a weight that is always 1"
+    best, kept = model.scores_per_group, model.moe_router_group_topk
+    if best is not None and kept is not None and best * kept != model.moe_router_topk:
+        return f"moe_router_scores_per_group={best} (there it is moe_router_topk over moe_router_group_topk)"
     if model.moe_router_norm_topk_prob and model.moe_router_num_groups is not None:
         return "moe_router_norm_topk_prob with moe_router_num_groups"
     return None
