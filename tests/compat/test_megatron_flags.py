@@ -149,6 +149,8 @@ def test_flags_of_latent_attention_mean_fields_here() -> None:
     assert stretched == ("yarn", 40.0, 4096, 16.0)
     given = read(f"{flags} {rope} --rotary-scaling-factor 40 --original-max-position-embeddings 8192").config.model
     assert (given.rope_original_max_positions, given.rope_scaling_factor) == (8192, 40.0)
+    for plain in ("--rope-type rope --rotary-scaling-factor 40", "--rotary-scaling-factor 40 --rope-type rope"):
+        assert read(f"{flags} --position-embedding-type rope {plain}").config.model.rope_scaling_type == "none"
     usual = read(f"{flags} --position-embedding-type rope --rotary-scaling-factor 1.0").config.model
     assert usual.rope_scaling == "none"
     notes = read("--q-lora-rank 12 --v-head-dim 16").notes

@@ -217,8 +217,8 @@ def one_step(
 def amplification(engine: Engine, problem: Problem, name: str) -> float:
     """By how much a step moves a parameter, at most, for an error in its gradient.
 
-    SGD and Muon's matrices are as near as gradients are. Adam divides by the root of the second moment, which is next to
-    nothing where a gradient is, and by its epsilon: there it makes steps of rounding noise.
+    SGD and Muon's matrices are as near as gradients are. Adam divides by the root of the second moment, which is next
+    to nothing where a gradient is, and by its epsilon: there it makes steps of rounding noise.
     """
     config = OPTIMIZERS[problem.optimizer]
     if problem.optimizer == "sgd" or (problem.optimizer == "muon" and is_matrix(engine, name)):

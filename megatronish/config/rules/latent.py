@@ -62,8 +62,8 @@ def _stretched(config: Config) -> str | None:
     if not model.multi_latent_attention or model.rope_scaling_type in ("none", "yarn"):
         return None
     return (
-        f"rope_scaling_type={model.rope_scaling_type} is not for multi_latent_attention, whose RoPE YaRN stretches; use "
-        "--rope-scaling-type yarn with --rope-scaling-factor, and leave Megatron's --use-rope-scaling out"
+        f"rope_scaling_type={model.rope_scaling_type} is not for multi_latent_attention, whose RoPE YaRN stretches; "
+        "use --rope-scaling-type yarn with --rope-scaling-factor, and leave Megatron's --use-rope-scaling out"
     )
 
 
