@@ -29,7 +29,7 @@ from megatronish.train.resume import resume
 
 GPT2 = "--num-layers 3"
 LLAMA = (
-    "--num-layers 2 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--num-layers 4 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--group-query-attention --num-query-groups 6 --untie-embeddings-and-output-weights"
 )
 

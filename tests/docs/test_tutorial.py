@@ -43,7 +43,9 @@ def smaller(command: str) -> list[str]:
 def run(command: str, folder: Path) -> str:
     """What a command of the page prints."""
     if not command.startswith("python "):
-        return subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, shell=True, cwd=folder, capture_output=True, text=True, check=True, timeout=300
+        ).stdout
     done = run_script(smaller(command), folder / "printed", at=folder, draws=True)
     assert done.status == 0, f"{command}\n{done.output[-3000:]}\n{done.errors[-3000:]}"
     return done.output + done.errors

@@ -13,7 +13,7 @@ from chat_models import IM, write_adapter, write_chat_model
 from chat_tokenizers import said
 from jobs import Finished, tiny, train_on_ranks
 from ranks import run_ranks, wait_until
-from scripts import run_script, started_script
+from scripts import open_pipe, run_script, started_script
 from sweeps import some_of
 
 from megatronish.commands.main import COMMANDS
@@ -139,7 +139,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path, models: Models
     words = ["tools/chat.py", "--load", models.base, "--num-tokens", 2000, "--device", "cpu", *layout.split()]
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with started_script(words, tmp_path, pipe=pipe) as chat, pipe.open("w") as lines:
+    with started_script(words, tmp_path, pipe=pipe) as chat, open_pipe(pipe, chat) as lines:
         print("hello", file=lines, flush=True)
         assert wait_until(lambda: chat.output != "", timeout=60), "the answer has not begun"
         assert chat.process.pid is not None

@@ -23,6 +23,7 @@ def in_process(function: Callable[..., Any], *args: Any) -> Any:
     process.start()
     theirs.close()
     try:
+        assert ours.poll(60)
         return ours.recv()
     finally:
         process.join()

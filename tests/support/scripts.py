@@ -1,7 +1,8 @@
 """Scripts of the checkout in tests, in a process forked from one that has all imported.
 
 As `python SCRIPT ARGV`, but without the seconds in which it imports torch: for what a script does, prints and returns.
-How it starts where nothing is imported is for `subprocess`.
+How it starts where nothing is imported is for `subprocess`, as are scripts that a signal ends while processes of their
+own start: those would print tracebacks here.
 """
 
 import contextlib
@@ -9,10 +10,11 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jobs import Finished, Job, started
 from paths import ROOT
@@ -42,11 +44,23 @@ def run_script(words: Sequence[object], folder: Path, *, text: str | None = None
         os.mkfifo(pipe)
     with started_script(words, folder, pipe=pipe, **options) as job:
         if pipe is not None:
-            pipe.write_text(text or "", encoding="utf-8")  # which waits until the script has opened it
+            with open_pipe(pipe, job) as written:
+                written.write(text or "")
             pipe.unlink()
         status = job.wait(SECONDS)
         assert job.is_gone()
         return Finished(status, job.output, job.errors)
+
+
+def open_pipe(pipe: Path, job: Job) -> TextIO:
+    """A named pipe that the job reads, once it has opened it; an assertion if the job ends before."""
+    while True:
+        with contextlib.suppress(OSError):  # nobody reads it yet
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            return os.fdopen(descriptor, "w", encoding="utf-8")
+        assert job.process.is_alive(), job.told
+        time.sleep(0.01)
 
 
 def run_code(code: str, folder: Path) -> Finished:
