@@ -142,9 +142,7 @@ def _keep_out(module: nn.Module) -> None:
 
 def _is_local(module: nn.Module) -> bool:
     """Whether a layer computes with torch's own functions alone."""
-    if isinstance(module, AllHeadsNorm):
-        return module.tp.size == 1
-    if isinstance(module, LatentAttention):  # whose shared key goes over tp
+    if isinstance(module, AllHeadsNorm | LatentAttention):  # sums, and the shared key, go over tp
         return module.tp.size == 1
     if isinstance(module, LinearLayer) and (module.weight_gradients is not None or module.product is not DENSE):
         return False

@@ -44,7 +44,6 @@ from megatronish.model.routing import Tally
 from megatronish.ops.softcap import soft_capped
 from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.specs.attention import AttentionSpec
-from megatronish.specs.latent_attention import LatentAttentionSpec
 from megatronish.specs.layers import layer_specs
 from megatronish.watch.record import RankRecord
 
@@ -53,6 +52,10 @@ class MakeBlock(Protocol):
     """Constructor of layer number `layer` of the whole model: a module (x [S, B, D], Context) -> x."""
 
     def __call__(self, config: ModelConfig, /, *, layer: int, tp: TensorParallel, core: CoreAttention) -> nn.Module: ...
+
+
+ATTENTIONS: dict[str, type[Attention] | type[LatentAttention]] = {"heads": Attention, "latent": LatentAttention}
+"""Modules of self-attention, by the kind that a spec says."""
 
 
 def make_attention(
@@ -65,9 +68,8 @@ def make_attention(
     output_std: float,
 ) -> Attention | LatentAttention:
     """Self-attention of the kind that its spec is of."""
-    if isinstance(spec, LatentAttentionSpec):
-        return LatentAttention(config, spec, layer=layer, tp=tp, core=core, output_std=output_std)
-    return Attention(config, spec, layer=layer, tp=tp, core=core, output_std=output_std)
+    make = ATTENTIONS[spec.kind]
+    return make(config, spec, layer=layer, tp=tp, core=core, output_std=output_std)  # type: ignore[arg-type]
 
 
 class TransformerBlock(nn.Module):

@@ -1,6 +1,6 @@
 """Spec of attention: its heads and windows, and what follows from them in parameters, FLOPs, memory and exchange.
 
-A new kind of attention is a spec with these methods, a module, and a line in the factory (model/gpt.py).
+A new kind of attention is a spec with these methods, a module, and a line in `ATTENTIONS` (model/gpt.py).
 
 What a layer keeps for its backward is in its cost row: with flash attention and without dropout masks, which are
 computed again, 32 s b h bytes a layer for a GPT in bf16 (Korthikanti et al. 2022, arXiv:2205.05198, section 4). A GPU
@@ -14,7 +14,7 @@ keeps some tensors of attention more:
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from megatronish.config.sections.model import ModelConfig, SoftmaxType
 from megatronish.config.sections.training import EXPLICIT, AttentionBackend
@@ -75,6 +75,8 @@ class Exchange(NamedTuple):
 class AttentionSpec:
     """Self-attention: N query heads and K key/value heads of size H; grouped queries where K < N."""
 
+    kind: ClassVar[str] = "heads"
+    """Key in `ATTENTIONS` of model/gpt.py."""
     num_heads: int
     num_kv_heads: int
     head_size: int

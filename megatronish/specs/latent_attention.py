@@ -6,7 +6,7 @@ low by the filling: (query size - value size) / (query size + value size) of the
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.specs.attention import AttentionRun, AttentionSpec, Exchange
@@ -18,6 +18,7 @@ from megatronish.specs.costs import AttentionCore, Count, LayerCost, LinearShape
 class LatentAttentionSpec(AttentionSpec):
     """Latent attention of N heads, whose query and key have `head_size` features, the last `rotary_size` turned."""
 
+    kind: ClassVar[str] = "latent"
     kv_rank: int = 0
     """Size of the latent of keys and values."""
     rotary_size: int = 0
