@@ -75,7 +75,7 @@ class Record(NamedTuple):
     gradient_parts: Parts
     trained_parts: Parts
     amplified: dict[str, float]
-    """What steps make of the largest element of each gradient (`amplification`), to which rounding noise is relative."""
+    """What steps make of the largest element of each gradient (`amplification`), to which noise is relative."""
     routed: Routed
     clamps: list[float]
     """Distances of values from the limits of clamps (clamps.py), of one process."""
