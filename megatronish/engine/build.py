@@ -30,13 +30,13 @@ from megatronish.engine.engine import Engine
 from megatronish.engine.forward import PairPreparation, Scorer, SentencePreparation, run_chunk
 from megatronish.engine.results import UpdateRule
 from megatronish.layers.linear import split_backward
+from megatronish.layers.recompute import Recompute
 from megatronish.layers.weight_gradients import WeightGradients, add_in_place
 from megatronish.model.adapters import DEFAULT, add_adapters, is_adapter
 from megatronish.model.batch import MicroBatch
 from megatronish.model.compiled import compile_layers, why_not_compiled
 from megatronish.model.gpt import Execution, MakeBlock
 from megatronish.model.quantised import form_of, quantise_base
-from megatronish.model.recompute import Recompute
 from megatronish.objectives.masked import SentenceObjective
 from megatronish.objectives.objective import CausalLM
 from megatronish.objectives.pairs import AnyObjective, PairObjective
@@ -231,6 +231,7 @@ def execution_of(config: Config, mesh: Mesh) -> Execution:
             recompute.recompute_granularity,
             recompute.recompute_method,
             recompute.recompute_num_layers,
+            recompute.named_modules,
             shard_axis=mesh.tp if recompute.distribute_saved_activations else Axis("tp"),
             offload=recompute.offload_saved_activations,
         ),

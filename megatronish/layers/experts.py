@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatronish.layers.dispatch import TokenRoute, combine, dispatch
 from megatronish.layers.linear import ALONE, LinearLayer, linear
 from megatronish.layers.product import Product
+from megatronish.layers.recompute import recompute, restoring
 from megatronish.ops.grouped_mm import (
     Groups,
     add_grouped_weight_gradient,
@@ -148,16 +149,20 @@ class Experts(nn.Module):
         down = (num_experts, hidden_size, ffn_size)
         self.down = StackedLinear(down, parallel=parallel, cut_dim=2, init_std=output_std, sections=("down",))
 
-    def forward(self, x: Tensor, weights: Tensor, route: TokenRoute) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, route: TokenRoute, *, restores: bool = False) -> Tensor:
         """[T, D], [T, K] -> [T, D]: this rank's tokens through the experts that they chose.
 
-        `route` is that of the tokens of all etp ranks: [etp T, K] choices.
+        `route` is that of the tokens of all etp ranks: [etp T, K] choices. `restores`: the backward computes the
+        activation again (--recompute-modules moe_act).
         """
         ep, etp = self.parallel.ep, self.parallel.etp
         # Ranks of etp hold parts of the same experts: each computes its part for the tokens of all of them.
         x = comm.gather_whole_sequence(x, etp, sums=True)
         weights = comm.gather_whole_sequence(weights, etp, sums=True)
         rows = dispatch(x, route, ep=ep)  # [N', D]
-        rows = self.down(self.activate(self.gate_up(rows, route.groups)), route.groups)
+        features = self.gate_up(rows, route.groups)
+        activated = recompute(self.activate, features) if restores else self.activate(features)
+        with restoring((activated,), lambda: (self.activate(features),), really=restores):
+            rows = self.down(activated, route.groups)
         y = combine(rows, weights, route, ep=ep)  # [etp T, D], one term of the sum over etp
         return comm.reduce_scatter_to_sequence(y, etp)

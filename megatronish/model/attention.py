@@ -27,8 +27,8 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import EXPLICIT, AttentionBackend
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm, Norm
+from megatronish.layers.recompute import recompute
 from megatronish.model.context import Context
-from megatronish.model.recompute import recompute
 from megatronish.model.rope import rotate
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.softcap import soft_capped

@@ -24,6 +24,7 @@ from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.layers.dropout import Dropout
 from megatronish.layers.linear import deferrable_weights
 from megatronish.layers.norm import Norm, residual_norm
+from megatronish.layers.recompute import Recompute, recompute, recompute_module
 from megatronish.layers.router import Balance, Router
 from megatronish.layers.vocabulary import (
     OutputLayer,
@@ -38,7 +39,6 @@ from megatronish.model.context import Context, Masks, make_context
 from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.latent_attention import LatentAttention
 from megatronish.model.mlp import MLP
-from megatronish.model.recompute import Recompute, recompute
 from megatronish.model.rope import RotaryEmbedding
 from megatronish.model.routing import Tally
 from megatronish.ops.softcap import soft_capped
@@ -108,15 +108,23 @@ class TransformerBlock(nn.Module):
             case "parallel" | "parallel_norms":
                 return self._side_by_side(x, context)
         rate = self.config.hidden_dropout
-        attended = self.attention(_normalised(self.attention_norm, x), context)
+        with context.restoring(normalised := _normalised(self.attention_norm, x), self.attention_norm, x):
+            attended = self.attention(normalised, context)
         attended = self._added(attended, self.attention_output_norm)
         if self.mlp_norm is not None and (context.dropout is None or rate == 0.0):
             normalised, x = self.mlp_norm.of_sum(x, attended)
         else:
             x = context.drop(attended, site="attention_output", rate=rate, residual=x)
             normalised = _normalised(self.mlp_norm, x)
-        y = self._added(self.mlp(normalised, context), self.mlp_output_norm)
+        with context.restoring(normalised, self.mlp_norm, x):
+            y = self._added(self._through_mlp(normalised, context), self.mlp_output_norm)
         return context.drop(y, site="mlp_output", rate=rate, residual=x)
+
+    def _through_mlp(self, x: Tensor, context: Context) -> Tensor:
+        """The MLP of [S, B, D], as a whole computed again if --recompute-modules says so."""
+        if ("moe" if isinstance(self.mlp, MixtureOfExperts) else "mlp") not in context.recomputed:
+            return self.mlp(x, context)
+        return recompute_module(self.mlp, x, context)
 
     def _added(self, y: Tensor, norm: Norm | None) -> Tensor:
         """What a sublayer's output adds to the residual stream: normalised, if it has a norm, and times a factor."""
@@ -126,11 +134,16 @@ class TransformerBlock(nn.Module):
     def _side_by_side(self, x: Tensor, context: Context) -> Tensor:
         """x + attention(norm(x)) + MLP(norm(x)), with one norm or two; each output has dropout of its own."""
         rate = self.config.hidden_dropout
-        normalised = _normalised(self.attention_norm, x)
-        of_mlp = normalised if self.mlp_norm is None else self.mlp_norm(x)
-        attended = self._added(self.attention(normalised, context), None)
-        x = context.drop(attended, site="attention_output", rate=rate, residual=x)
-        return context.drop(self._added(self.mlp(of_mlp, context), None), site="mlp_output", rate=rate, residual=x)
+        normalised, before = _normalised(self.attention_norm, x), x
+        with context.restoring(normalised, self.attention_norm, before):
+            attended = self._added(self.attention(normalised, context), None)
+            x = context.drop(attended, site="attention_output", rate=rate, residual=x)
+            if self.mlp_norm is None:
+                y = self._through_mlp(normalised, context)
+        if self.mlp_norm is not None:
+            with context.restoring(normalised := self.mlp_norm(before), self.mlp_norm, before):
+                y = self._through_mlp(normalised, context)
+        return context.drop(self._added(y, None), site="mlp_output", rate=rate, residual=x)
 
     def _normalised_after(self, x: Tensor, context: Context) -> Tensor:
         assert self.attention_norm is not None and self.mlp_norm is not None
@@ -140,7 +153,7 @@ class TransformerBlock(nn.Module):
         )
         rate = self.config.hidden_dropout
         for sublayer, norm, site in sublayers:
-            y = sublayer(x, context)
+            y = self._through_mlp(x, context) if sublayer is self.mlp else sublayer(x, context)
             if context.dropout is None or rate == 0.0:
                 x, _ = norm.of_sum(x, y)
             else:
@@ -177,7 +190,7 @@ class Execution:
     def core_attention(self) -> CoreAttention:
         """Core attention with these settings, for every layer."""
         return CoreAttention(
-            self.cp, self.cp_comm_type, self.attention_backend, recompute=self.recompute.granularity == "selective"
+            self.cp, self.cp_comm_type, self.attention_backend, recompute="core_attn" in self.recompute.parts
         )
 
 
@@ -366,6 +379,7 @@ class GPT(nn.Module):
             masks=self.masks,
             cache=cache,
             tally=tally,
+            recomputed=self.execution.recompute.parts,
         )
 
     def _dropout(self, step: int, batch: MicroBatch, chunk: int) -> Dropout:

@@ -16,6 +16,8 @@ reads it as it is: the weights of `kv_up` join the query before the core and the
 attention has one key of all heads, the cached vector, whose front is its value.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatronish.layers.norm import Norm
 from megatronish.layers.product import DENSE
+from megatronish.layers.recompute import restoring
 from megatronish.model.attention import CoreAttention
 from megatronish.model.context import Context
 from megatronish.model.rope import rotate
@@ -92,27 +95,30 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[S, B, D] -> [S, B, D]; with a cache, the new queries attend to the latents of all tokens so far."""
-        q = self.queries(x, context)
+        low = self.query_latent(x, context)
         latent, key = self.latents(x, context)
         cache = context.cache
-        if cache is not None:
-            is_first = cache.num_columns == 0
-            cached = self._cached(latent, key, cache)
-            if not is_first and self._absorbs:
-                return self.out(self._absorbed(q, cached, context), drop=context)
-            latent, key = cached.squeeze(2).split((self.spec.kv_rank, self.spec.rotary_size), dim=-1)
-        k, v = self.keys_values(latent, key, context)
-        return self.out(self._attended(q, k, v, context), drop=context)
+        if cache is None:
+            return self.out(self._attended(low, latent, key, context), drop=context)
+        is_first = cache.num_columns == 0
+        cached = self._cached(latent, key, cache)
+        if not is_first and self._absorbs:
+            return self.out(self._absorbed(self.queries(low, context), cached, context), drop=context)
+        latent, key = cached.squeeze(2).split((self.spec.kv_rank, self.spec.rotary_size), dim=-1)
+        return self.out(self._attended(low, latent, key, context), drop=context)
 
     # Queries, latents, keys and values
 
-    def queries(self, x: Tensor, context: Context) -> Tensor:
-        """[S, B, D] -> [S, B, N/tp, H], the last part of a head turned, and all scaled."""
+    def query_latent(self, x: Tensor, context: Context) -> Tensor:
+        """[S, B, D] -> the latent of queries [S, B, rq] (sequence parallel: a part), normalised; without one, x."""
         if self.spec.q_rank is None:
-            q = self.q(x, drop=context)
-        else:
-            low = self.q_down(x, drop=context)
-            q = self.q_up(low if self.q_norm is None else self.q_norm(low), drop=context)
+            return x
+        low = self.q_down(x, drop=context)
+        return low if self.q_norm is None else self.q_norm(low)
+
+    def queries(self, low: Tensor, context: Context) -> Tensor:
+        """[S, B, rq] -> [S, B, N/tp, H], the last part of a head turned, and all scaled."""
+        q = (self.q if self.spec.q_rank is None else self.q_up)(low, drop=context)
         plain, turned = q.unflatten(-1, (-1, self.spec.head_size)).split(self._parts, dim=-1)
         q = torch.cat((plain, self._rotated(turned, context)), dim=-1)
         return q if self.spec.factor is None else q * self.spec.factor
@@ -151,14 +157,22 @@ class LatentAttention(nn.Module):
 
     # The core
 
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """[S, B, n, H], [S, B, n, H], [S, B, n, V] -> [S, B, n V]."""
-        size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
-        if missing == 0 or self.takes_any_sizes:
-            return self._through_core(q, k, v, context)
+    def _attended(self, low: Tensor, latent: Tensor, key: Tensor, context: Context) -> Tensor:
+        """The latents of queries, and of keys and values, and the shared key -> [S, B, n V]."""
+        run = partial(self._of_heads, low, latent, key, context)
+        q, k, v = run()
+        with restoring((q, k, v), run, really="mla_up_proj" in context.recomputed):
+            attended = self._through_core(q, k, v, context)
+        size = self.spec.value_size
+        return attended if v.shape[-1] == size else attended.unflatten(-1, (-1, v.shape[-1]))[..., :size].flatten(-2)
+
+    def _of_heads(self, low: Tensor, latent: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the heads, as the core takes them."""
+        q = self.queries(low, context)
+        k, v = self.keys_values(latent, key, context)
+        missing = k.shape[-1] - v.shape[-1]
         # Flash attention, a ring and an all-to-all want values as wide as keys.
-        attended = self._through_core(q, k, F.pad(v, (0, missing)), context)
-        return attended.unflatten(-1, (-1, k.shape[-1]))[..., :size].flatten(-2)
+        return q, k, v if missing == 0 or self.takes_any_sizes else F.pad(v, (0, missing))
 
     def _through_core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         dropout = context.attention_dropout(rate=self.config.attention_dropout)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatronish.layers.recompute import recompute
 from megatronish.model.context import Context
-from megatronish.model.recompute import recompute
 from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 from megatronish.ops.library import accumulation_dtype
 from megatronish.parallel.mesh import TensorParallel

@@ -22,6 +22,7 @@ from megatronish.attention.cached import KeyValueCache
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm, residual_norm
+from megatronish.layers.recompute import recompute, recompute_module
 from megatronish.layers.relative_bias import RelativeBias
 from megatronish.layers.vocabulary import (
     PositionEmbedding,
@@ -33,7 +34,6 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.context import Context
 from megatronish.model.gpt import GPT, Embedding, MakeBlock, ModelChunk
 from megatronish.model.mlp import MLP
-from megatronish.model.recompute import recompute
 from megatronish.model.routing import Tally
 from megatronish.parallel.mesh import TensorParallel
 from megatronish.parallel.ranges import ATTENTION, marked
@@ -161,12 +161,16 @@ class SideBlock(nn.Module):
             return x
         rate, sides = self.config.hidden_dropout, list(x.split(context.rows))
         mine, context = sides[self.side], context.of_side(self.side)
-        y = self.attention(self.attention_norm(mine), context, side=self.side)
+        with context.restoring(normalised := self.attention_norm(mine), self.attention_norm, mine):
+            y = self.attention(normalised, context, side=self.side)
         mine = context.drop(y, site="attention_output", rate=rate, residual=mine)
         if self.side:
-            y = self.cross_attention(self.cross_attention_norm(mine), context, side=self.side, memory=sides[0])
+            with context.restoring(normalised := self.cross_attention_norm(mine), self.cross_attention_norm, mine):
+                y = self.cross_attention(normalised, context, side=self.side, memory=sides[0])
             mine = context.drop(y, site="cross_attention_output", rate=rate, residual=mine)
-        y = self.mlp(self.mlp_norm(mine), context)
+        with context.restoring(normalised := self.mlp_norm(mine), self.mlp_norm, mine):
+            again = "mlp" in context.recomputed
+            y = recompute_module(self.mlp, normalised, context) if again else self.mlp(normalised, context)
         mine = context.drop(y, site="mlp_output", rate=rate, residual=mine)
         if self.final_norm is not None:
             mine = self.final_norm(mine)

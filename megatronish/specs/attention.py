@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import ClassVar, NamedTuple, Self
 
 from megatronish.config.sections.model import ModelConfig, SoftmaxType
-from megatronish.config.sections.training import EXPLICIT, AttentionBackend
+from megatronish.config.sections.training import EXPLICIT, AttentionBackend, RecomputeModule
 from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
 
@@ -45,10 +45,15 @@ class AttentionRun:
     has_rope: bool
     has_alibi: bool
     packs_documents: bool
-    is_selective: bool
-    """Whether attention is computed again in the backward."""
+    recomputed: frozenset[RecomputeModule]
+    """Parts of a layer that are computed again in the backward, of --recompute-modules."""
     kernels: bool
     """Whether fused operators run."""
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether the core of attention is computed again in the backward."""
+        return "core_attn" in self.recomputed
 
     @property
     def masked_pairs(self) -> int:
@@ -222,6 +227,10 @@ class AttentionSpec:
         return self.num_kv_heads < self.num_heads and (self.has_dense_mask(run) or is_fp32)
 
     # Memory
+
+    def projected(self, size: ActivationBytes) -> float:
+        """Bytes of queries, keys and values as the core reads them."""
+        return size.feature * sum(self.sections.values())
 
     def more_kept(self, run: AttentionRun) -> float:
         """Bytes that a GPU keeps more than the cost row says."""

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 from megatronish.config.sections.model import ModelConfig
 from megatronish.specs.attention import AttentionRun, AttentionSpec, Exchange
 from megatronish.specs.block_pattern import BlockPattern
-from megatronish.specs.costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
+from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,10 @@ class LatentAttentionSpec(AttentionSpec):
     def fills_values(self, run: AttentionRun) -> bool:
         """Whether values are filled up with zeros to the size of the keys."""
         return self.value_size < self.head_size and (run.cp > 1 or not self.is_explicit(run.backend))
+
+    def projected(self, size: ActivationBytes) -> float:
+        """Bytes of queries, keys and values as the core reads them."""
+        return size.feature * self.num_heads * (2 * self.head_size + self.value_size)
 
     def more_kept(self, run: AttentionRun) -> float:
         """Bytes that a GPU keeps more than the cost row says."""

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import ClassVar, Literal
 
 from megatronish.config.sections.model import Activation, ModelConfig
+from megatronish.config.sections.training import RecomputeModule
 from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.specs.attention import AttentionRun, AttentionSpec, BiasedAttentionSpec
@@ -92,6 +93,15 @@ class MLPSpec:
         """Bytes that a GPU keeps more than the cost row says, with fused operators or without."""
         return -size.feature * self.activated_gate if fused else 0.0
 
+    def again(self, size: ActivationBytes, *, fused: bool) -> float:
+        """Bytes of what is kept besides the input, and comes back if the MLP is computed again."""
+        features = 0 if self.activation == "relu" else self.features
+        return size.feature * (features + self.activated(fused=fused))
+
+    def activated(self, *, fused: bool) -> int:
+        """Features of the activation that are kept."""
+        return self.ffn_size + (0 if fused else self.activated_gate)
+
     def transients(self, size: ActivationBytes) -> float:
         """Bytes that the backward needs besides what was kept: gradients of outputs, inputs and weights."""
         gathered, reduced = (size.hidden, size.residual) if size.gathers else (0.0, 0.0)
@@ -149,6 +159,12 @@ class ExpertsSpec:
         routed = size.feature / size.element * 4 * size.hidden_size if learns else 0.0
         gate = size.feature * self.num_chosen * self.expert.activated_gate if fused else 0.0
         return routed - size.residual - gate
+
+    def again(self, size: ActivationBytes, *, fused: bool) -> float:
+        """Bytes of what is kept besides the input, and comes back if all is computed again."""
+        features = self.expert.features + self.expert.activated(fused=fused)
+        shared = 0.0 if self.shared is None else self.shared.again(size, fused=fused)
+        return 2 * self._rows(size) + size.feature * self.num_chosen * features + shared
 
     def transients(self, size: ActivationBytes) -> float:
         """Bytes that the backward needs besides what was kept: gradients of rows, and of the weights of all experts."""
@@ -221,10 +237,63 @@ class LayerSpec:
             each.more_kept(run) for each in self.attentions
         )
 
+    # Parts that are computed again (--recompute-modules)
+
+    def computes_again(self, linear: str, modules: frozenset[RecomputeModule]) -> bool:
+        """Whether the linear layer of this name in the layer is computed again with its part."""
+        if linear in ("attention.q", "attention.q_up", "attention.kv_up"):
+            return "mla_up_proj" in modules
+        if linear.startswith("mlp.shared.") and "shared_experts" in modules:
+            return True
+        return linear.startswith("mlp.") and self._whole in modules
+
+    @property
+    def _whole(self) -> RecomputeModule:
+        """Name of the whole MLP among the parts."""
+        return "moe" if self.mlp.kind == "experts" else "mlp"
+
+    def left_out(self, run: AttentionRun, *, fused: bool, learns: bool, shares_norm: bool = False) -> float:
+        """Bytes that are not kept, as they are computed again. Of a frozen layer those that no adapter may keep.
+
+        `shares_norm`: attention and MLP read the output of one norm.
+        """
+        if not learns:
+            return self._left_out_of_mlp(run, fused=fused)
+        norm = run.size.residual if shares_norm and "layernorm" in run.recomputed else 0.0
+        return self._again_of_attention(run) + self._again_of_mlp(run, fused=fused) - norm
+
+    def _again_of_attention(self, run: AttentionRun) -> float:
+        """Bytes that come back for the backward of attention."""
+        projected = (
+            sum(each.projected(run.size) for each in self.attentions) if "mla_up_proj" in run.recomputed else 0.0
+        )
+        return projected + (len(self.attentions) * run.size.residual if "layernorm" in run.recomputed else 0.0)
+
+    def _again_of_mlp(self, run: AttentionRun, *, fused: bool) -> float:
+        """Bytes that come back for the backward of the MLP. A router in half precision keeps its tokens in fp32."""
+        of_norm, is_read = 0.0, self.mlp.kind == "dense" or self.mlp.shared is not None or self._whole in run.recomputed
+        if "layernorm" in run.recomputed and (is_read or run.size.element == 4):
+            of_norm = run.size.residual
+        return of_norm + self._left_out_of_mlp(run, fused=fused)
+
+    def _left_out_of_mlp(self, run: AttentionRun, *, fused: bool) -> float:
+        size, parts, mlp = run.size, run.recomputed, self.mlp
+        if self._whole in parts:
+            return mlp.again(size, fused=fused)
+        if mlp.kind == "dense":
+            return 0.0
+        left_out = 0.0
+        if "moe_act" in parts:
+            left_out += size.feature * mlp.num_chosen * mlp.expert.activated(fused=fused)
+        if "shared_experts" in parts and mlp.shared is not None:
+            left_out += mlp.shared.again(size, fused=fused)
+        return left_out
+
     def transients(self, run: AttentionRun) -> float:
         """Bytes that the backward needs besides what was kept: that of the MLP, or then that of attention."""
-        attention = max(each.transients(run) for each in self.attentions)
-        return max(self.mlp.transients(run.size), attention - self.mlp.freed(run.size))
+        again = self._again_of_mlp(run, fused=run.kernels)
+        attention = max(each.transients(run) for each in self.attentions) + self._again_of_attention(run)
+        return max(self.mlp.transients(run.size) + again, attention + again - self.mlp.freed(run.size))
 
 
 @dataclass(frozen=True)
@@ -269,7 +338,15 @@ class SideSpec(LayerSpec):
         """As of any layer, of the tokens of this side, and the gradient of all rows."""
         size = self._of_side(run.size)
         attention = max(each.transients(run) for each in self.attentions)
-        return run.size.residual + max(self.mlp.transients(size), attention - self.mlp.freed(size))
+        again, of_attention = self._again_of_mlp(run, fused=run.kernels), self._again_of_attention(run)
+        mlp = self.mlp.transients(size) + again
+        return run.size.residual + max(mlp, attention + of_attention + again - self.mlp.freed(size))
+
+    def _again_of_attention(self, run: AttentionRun) -> float:
+        return super()._again_of_attention(replace(run, size=self._of_side(run.size)))
+
+    def _left_out_of_mlp(self, run: AttentionRun, *, fused: bool) -> float:
+        return super()._left_out_of_mlp(replace(run, size=self._of_side(run.size)), fused=fused)
 
     def _of_side(self, size: ActivationBytes) -> ActivationBytes:
         """Bytes of activations of this side's tokens."""

@@ -11,9 +11,9 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.linear import split_backward
+from megatronish.layers.recompute import recompute
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.model import mlp
-from megatronish.model.recompute import recompute
 from megatronish.ops import activation
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.sharding import collect_shardings, initialize

@@ -139,11 +139,11 @@ REMOVED = [
     ),
     Removed(LINEAR, "return reducing.wait()", Layout(tp=2), NO_SEQUENCE, "started at layers/linear.py"),
     Removed(
-        "model/recompute.py",
+        "layers/recompute.py",
         "x = comm.start_all_gather(",
         Layout(tp=2),
         NO_SEQUENCE | {"recompute": "uniform"},
-        "started at model/recompute.py",
+        "started at layers/recompute.py",
     ),
     Removed(RING, "block = coming.wait()", Layout(cp=2), {}, "started at attention/ring.py"),
     Removed(RING, "dk, dv = coming.wait()", Layout(cp=2), {}, "started at attention/ring.py"),

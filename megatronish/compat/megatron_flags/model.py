@@ -42,11 +42,10 @@ EXPERTS: dict[str, Known] = {
     "moe-router-dtype": instead("the router computes in fp32", 1, ("fp32",)),
     "moe-enable-routing-replay": idle("recomputation always replays the choices of the forward"),
     "moe-layer-recompute": Known(
-        "instead",
-        "whole layers are computed again, as --recompute-granularity full does: no number changes, memory is less and "
-        "time more than asked",
-        settings=(("recompute_granularity", "full"),),
-        replaces="selective",
+        "means",
+        "--recompute-granularity selective --recompute-modules core_attn moe",
+        settings=(("recompute_granularity", "selective"), ("recompute_modules", "core_attn moe")),
+        yields=True,
     ),
     "moe-token-drop-policy": refused(
         "a layout that cuts sequences cannot compare scores of other ranks; with --moe-expert-capacity-factor the "
@@ -223,16 +222,6 @@ RECOMPUTE: dict[str, Known] = {
     "activations-checkpoint-num-layers": renamed("recompute_num_layers"),
     "checkpoint-num-layers": renamed("recompute_num_layers"),
     "distribute-checkpointed-activations": means("distribute_saved_activations", "true"),
-    "recompute-modules": Known(
-        "instead",
-        "the MLPs and experts of whole layers are computed again with their attention, as --recompute-granularity full "
-        "does: no number changes, memory is less and time more than asked",
-        None,
-        ("core_attn", "layernorm", "moe_act", "mla_up_proj"),
-        (("recompute_granularity", "full"),),
-        replaces="selective",
-        why_harmless="selective computes the core of attention again; norms and activations of experts are kept",
-    ),
     **all_idle(
         _OFFLOADING,
         switches="cpu-offloading cpu-offloading-activations cpu-offloading-weights cpu-offloading-double-buffering "

@@ -162,8 +162,54 @@ def _recompute(config: Config) -> str | None:
     return None
 
 
+_OF_MOE = ("moe_act", "shared_experts")
+
+
+def _recompute_modules(config: Config) -> str | None:
+    recompute, model, flag = config.recompute, config.model, FIELDS["recompute_modules"].flag
+    named = recompute.recompute_modules
+    if not named:
+        return None
+    if recompute.recompute_granularity is None:
+        return (
+            f"recompute_modules={','.join(named)} belongs to selective recomputation, and recompute_granularity=none; "
+            f"add --recompute-granularity selective, or leave {flag} out"
+        )
+    if recompute.recompute_granularity == "full":  # as in Megatron-LM: whole layers have these parts
+        return None
+    placement = model.placement
+    has_norms = placement not in ("post", "output")
+    needs = {
+        "moe": ("experts", model.num_experts is not None, "num_experts=none"),
+        "moe_act": ("experts", model.num_experts is not None, "num_experts=none"),
+        "shared_experts": (
+            "shared experts",
+            model.moe_shared_expert_intermediate_size is not None,
+            "moe_shared_expert_intermediate_size=none",
+        ),
+        "mla_up_proj": ("latent attention", model.multi_latent_attention, "multi_latent_attention=false"),
+        "layernorm": ("norms before attention and MLP", has_norms, f"their norms are placed {placement}"),
+    }
+    for name in named:
+        if named.count(name) > 1:
+            return f"recompute_modules has {name} {named.count(name)} times; name it once"
+        what, is_there, setting = needs.get(name, ("", True, ""))
+        if not is_there:
+            return f"recompute_modules={name} needs {what}, and {setting}; leave it out of {flag}"
+        if name in _OF_MOE and "moe" in named:
+            return f"recompute_modules=moe computes {name} again, too; leave one of them out of {flag}"
+    return None
+
+
 RECOMPUTE_RULES = (
     ConfigRule(("recompute_granularity", *_FULL_ONLY, "tensor_model_parallel_size", "sequence_parallel"), _recompute),
+    ConfigRule(
+        (
+            *("recompute_granularity", "recompute_modules", "num_experts", "moe_shared_expert_intermediate_size"),
+            *("multi_latent_attention", "norm_placement", "model_type"),
+        ),
+        _recompute_modules,
+    ),
 )
 
 SCHEDULES_OF_ONE_CHUNK = ("1f1b", "gpipe")

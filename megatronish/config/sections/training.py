@@ -95,20 +95,39 @@ class TrainingConfig:
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
 
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+
+CORE: frozenset[RecomputeModule] = frozenset(("core_attn",))
+"""What selective recomputation is of, where nothing else is named."""
+
+
 @dataclass(frozen=True)
 class RecomputeConfig:
     """Recomputation of activations, which trades time for memory."""
 
     recompute_granularity: Literal["selective", "full"] | None = None
-    """selective: attention's core is computed again; full: whole layers are."""
+    """selective: parts of layers are computed again (--recompute-modules); full: whole layers are."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """Of full. uniform: all layers, in groups that keep one input each; block: the first layers of each chunk."""
     recompute_num_layers: Annotated[int, at_least(1), at_most(100_000)] = 1
     """Layers of a group (uniform), or computed again in each chunk (block)."""
+    recompute_modules: tuple[RecomputeModule, ...] = ()
+    """Of selective: core_attn; layernorm (before attention and MLP); mlp, moe (whole MLPs without and with experts);
+    moe_act (the activation of experts); shared_experts; mla_up_proj (from latents to heads). Derived: core_attn."""
     distribute_saved_activations: bool = False
     """The kept inputs of full recomputation are shared by the ranks of tp."""
     offload_saved_activations: bool = False
     """The kept inputs of full recomputation wait in the CPU's memory."""
+
+    @property
+    def recomputed(self) -> frozenset[RecomputeModule]:
+        """Parts of a layer that are computed again by themselves."""
+        return self.named_modules if self.recompute_granularity == "selective" else frozenset()
+
+    @property
+    def named_modules(self) -> frozenset[RecomputeModule]:
+        """Parts of a layer that selective recomputation is of."""
+        return frozenset(self.recompute_modules) or CORE
 
 
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -126,6 +126,7 @@ def config_of(base: Config, candidate: Candidate) -> Config:
             "num_virtual_stages_per_pipeline_rank": candidate.chunks if takes_any_chunks else None,
             "zero_stage": candidate.zero,
             "recompute_granularity": None if candidate.recompute == "none" else candidate.recompute,
+            "recompute_modules": base.recompute.recompute_modules if candidate.recompute == "selective" else (),
             "micro_batch_size": candidate.micro_batch,
             "global_batch_size": base.global_batch_size,
         },

@@ -199,12 +199,19 @@ class LayerMemory:
         saved = kind.cost.saved_bytes(
             seq_length=run.seq_length, element_bytes=self.element, score_bytes=scores, device=self.device
         )
-        kept = float(self.tokens * self._per_rank(saved))
+        kept = float(self.tokens * self._per_rank(saved)) - self._left_out(kind, run)
         if self.device == "cpu":
             return kept
         if (more_kept := getattr(kind.spec, "more_kept", None)) is not None:
             kept += more_kept(run, learns=not self.freezes)
         return kept + (self._kept_for_adapters(kind) if self.freezes else 0.0)
+
+    def _left_out(self, kind: LayerKind, run: AttentionRun) -> float:
+        """What a layer does not keep, as parts of it are computed again; those of a plug-in never are."""
+        if (left_out := getattr(kind.spec, "left_out", None)) is None or not run.recomputed:
+            return 0.0
+        fused, shares_norm = run.kernels and self.device == "cuda", self.config.model.placement == "parallel"
+        return float(left_out(run, fused=fused, learns=not self.freezes, shares_norm=shares_norm))
 
     @cached_property
     def usual_attention(self) -> AttentionSpec:
@@ -327,7 +334,7 @@ class LayerMemory:
             has_rope=model.position_embedding_type == "rope",
             has_alibi=model.position_embedding_type == "alibi",
             packs_documents=self.config.data.packs_documents,
-            is_selective=self.config.recompute.recompute_granularity == "selective",
+            recomputed=self.config.recompute.recomputed,
             kernels=self.kernels,
         )
 

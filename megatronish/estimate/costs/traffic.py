@@ -20,11 +20,12 @@ What is computed again exchanges again what its forward did (`LayerTraffic`). Pa
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatronish.config.config import Config
+from megatronish.config.sections.training import RecomputeModule
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.estimate.costs.outer_traffic import outer_traffic
 from megatronish.estimate.costs.state_traffic import StateTraffic
@@ -50,6 +51,11 @@ class LayerTraffic(StepTraffic):
         specs = layer_specs(self.config.model)
         return [specs[layer] for layer in self.load.all_layers]
 
+    @cached_property
+    def recomputed(self) -> frozenset[RecomputeModule]:
+        """Parts of layers that are computed again."""
+        return self.config.recompute.recomputed
+
     def forwards(self, spec_index: int) -> int:
         """How often a layer of the stage runs forward for one micro-batch."""
         recompute, place = self.config.recompute, spec_index
@@ -73,15 +79,16 @@ class LayerTraffic(StepTraffic):
             for attention in spec.attentions:
                 self._attention(name, attention, forwards)
             linears = spec.cost(self.config.model).linears
+            again = {linear.name for linear in linears if spec.computes_again(linear.name, self.recomputed)}
             for experts in [linear for linear in linears if linear.copies > 1 and linear.cut == "column"]:
-                self._experts(experts, forwards)
+                self._experts(experts, forwards + (experts.name in again))
             # Column-parallel products, ways down to latents before them, and the row-parallel ones behind them.
             dense = [linear for linear in linears if linear.copies == 1 and (linear.cut != "none" or linear.sections)]
             before: list[LinearShape] = []
             for linear in dense:
                 before.append(linear)
                 if linear.cut == "row":
-                    self._products(name, before[:-1], linear, forwards)
+                    self._products(name, before[:-1], linear, forwards, again)
                     before = []
         if self.config.recompute.distribute_saved_activations:
             size = self.config.recompute.recompute_num_layers
@@ -91,11 +98,17 @@ class LayerTraffic(StepTraffic):
             )
             self.add("tp", "all-gather", self.num_microbatches * groups * self.hidden)
 
-    def _products(self, name: str, columns: Sequence[LinearShape], row: LinearShape, forwards: int) -> None:
+    def _products(
+        self, name: str, columns: Sequence[LinearShape], row: LinearShape, forwards: int, again: Collection[str]
+    ) -> None:
         """Column-parallel products and the row-parallel one behind them, and their adapters.
 
-        A way down to a latent sends nothing; the column-parallel product after it has the latent as its input.
+        A way down to a latent sends nothing; the column-parallel product after it has the latent as its input. Those
+        whose names are in `again` run forward once more.
         """
+        of_row, of_columns = forwards + (row.name in again), forwards + any(each.name in again for each in columns)
+        if row.name in again and any(self._num_adapted(name, linear) for linear in (*columns, row)):
+            self.learns_before = True  # a copy of the input, which has a gradient
         times, learned, first = self.num_microbatches, 0, 0
         element, learns_inside, has_adapter = times * self.tokens * self.width, self.learns_before, False
         adapted = [0, self._num_adapted(name, row)]
@@ -112,18 +125,18 @@ class LayerTraffic(StepTraffic):
         last = int(element * row.out_features * row.share)
         if self.cuts_sequence:
             # Forward; for the weight gradient; backward of the reduce-scatter at the end.
-            self.add("tp", "all-gather", (forwards + (not self.freezes)) * first + learns_inside * last)
-            self.add("tp", "reduce-scatter", forwards * last + learned)
+            self.add("tp", "all-gather", (of_columns + (not self.freezes)) * first + learns_inside * last)
+            self.add("tp", "reduce-scatter", of_row * last + learned)
         else:
-            self.add("tp", "all-reduce", forwards * last + learned)
+            self.add("tp", "all-reduce", of_row * last + learned)
         self.learns_before = learns_inside or adapted[1] > 0
         if self.config.adapter.adapter_type == "lora":
             low = times * self.tokens * self.config.adapter.lora_rank * self.width
             if self.cuts_sequence:
-                self.add("tp", "all-gather", low * (forwards * adapted[0] + adapted[1]))
-                self.add("tp", "reduce-scatter", low * (adapted[0] + forwards * adapted[1]))
+                self.add("tp", "all-gather", low * (of_columns * adapted[0] + adapted[1]))
+                self.add("tp", "reduce-scatter", low * (adapted[0] + of_row * adapted[1]))
             else:
-                self.add("tp", "all-reduce", low * (adapted[0] + forwards * adapted[1]))
+                self.add("tp", "all-reduce", low * (adapted[0] + of_row * adapted[1]))
 
     def _num_adapted(self, name: str, linear: LinearShape) -> int:
         """Sections of a linear layer of the layer of this name that have an adapter."""
@@ -133,11 +146,11 @@ class LayerTraffic(StepTraffic):
         return self.freezes and is_target(section, all_patterns(self.config.adapter))
 
     def _attention(self, name: str, attention: AttentionSpec, forwards: int) -> None:
-        layout, recompute = self.config.layout, self.config.recompute
+        layout = self.config.layout
         sizes = {"width": self.width, "tp": layout.tp, "cp": layout.cp}
         is_ring = self.config.parallel.cp_comm_type == "p2p"
         for exchange in attention.exchanges(self.tokens, **sizes, is_ring=is_ring, cuts_sequence=self.cuts_sequence):
-            again = exchange.in_core and recompute.recompute_granularity == "selective"
+            again = exchange.in_core and "core_attn" in self.recomputed
             learns = exchange.section is None or self.learns_before or not self.freezes
             learns = learns or self._is_adapted(f"{name}.{exchange.section}")
             size = (forwards + again) * exchange.forward + learns * exchange.backward

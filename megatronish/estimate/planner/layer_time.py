@@ -214,9 +214,27 @@ class LayerClock:
         if candidate.recompute == "full":
             backward = backward.plus(forward)
         elif candidate.recompute == "selective":
-            backward = backward.plus(Parts(attention=attended[0], context=sum(part[0] for part in ring)))
+            core = Parts(attention=attended[0], context=sum(part[0] for part in ring))
+            backward = backward.plus(self._again(kind, candidate, forward, core))
         hideable = min(tensor, weight.total) + sum(part[2] for part in ring)
         return Passes(forward, backward, weight, hideable, of_experts + 2 * exchanged if has_experts else 0.0)
+
+    def _again(self, kind: LayerKind, candidate: Candidate, forward: Parts, core: Parts) -> Parts:
+        """What selective recomputation adds to a backward: the parts of a layer that --recompute-modules names."""
+        parts, linears = self.work.recomputed, kind.cost.linears
+        again = [linear for linear in linears if kind.spec.computes_again(linear.name, parts)]
+        seconds = sum(self._linear(linear, candidate.mesh, self.tokens(candidate))[0] for linear in again)
+        rows = sum(linear.cut == "row" and linear.copies == 1 for linear in linears)
+        sums = sum(linear.cut == "row" and linear.copies == 1 for linear in again)
+        sends = any(linear.copies > 1 for linear in again)
+        return (core if "core_attn" in parts else Parts()).plus(
+            Parts(
+                products=seconds,
+                pointwise=forward.pointwise * (seconds / forward.products if seconds else 0.0),
+                tensor=forward.tensor * sums / max(1, rows),
+                experts=forward.experts if sends else 0.0,
+            )
+        )
 
     def tokens(self, candidate: Candidate) -> int:
         """Tokens of a micro-batch on a rank, before sequence parallelism cuts them."""

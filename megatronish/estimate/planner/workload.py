@@ -12,6 +12,7 @@ from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import CORE, RecomputeModule
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.disk_traffic import DiskTraffic, disk_traffic
@@ -46,6 +47,8 @@ class Workload:
     """Form in which they exchange it under ZeRO, if it is one of codes (qgZ)."""
     weight_block: int | None = None
     """Elements of the blocks of codes as which they gather weights, if they are codes (qwZ)."""
+    recomputed: frozenset[RecomputeModule] = CORE
+    """Parts of layers that selective recomputation computes again."""
     ring: bool = True
     """Whether cp sends keys and values round a ring, and does not trade heads."""
     optimizer_bytes: int = 40
@@ -77,6 +80,7 @@ class Workload:
             gradient_bytes=2 if parallel.grad_reduce_in_bf16 else 4,
             codes=parallel.zero_quantized_gradients,
             weight_block=parallel.zero_quantized_weights_block if parallel.zero_quantized_weights else None,
+            recomputed=config.recompute.named_modules,
             ring=parallel.cp_comm_type == "p2p",
             adapter=config.adapter,
             optimizer=config.optimizer,

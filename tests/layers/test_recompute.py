@@ -24,9 +24,9 @@ from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import SITES
+from megatronish.layers.recompute import Recompute
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT, Execution
-from megatronish.model.recompute import Recompute
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.sharding import collect_shardings, initialize
 

@@ -3,29 +3,43 @@
 Random masks are functions of their names (streams.py), so the second forward draws what the first drew, and no state of
 a generator is saved. The saved inputs may be cut over the ranks of tp, which all hold the same (ZeRO-R's activation
 partitioning, Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1), and may be offloaded to the CPU's memory.
+
+`recompute` computes a part of a model again with its graph. `restoring` computes tensors alone, which a cheap part has
+made and a later layer would keep as its input.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatronish.config.sections.training import CORE, RecomputeModule
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Settings of recomputation, as the config has them. Saved inputs are cut over `shard_axis`, if it has ranks."""
+    """Settings of recomputation, as the config has them. Saved inputs are cut over `shard_axis`, if it has ranks.
+
+    `modules` are the parts of a layer that selective recomputation is of.
+    """
 
     granularity: Literal["selective", "full"] | None = None
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = 1
+    modules: frozenset[RecomputeModule] = CORE
     shard_axis: Axis = field(default_factory=partial(Axis, "tp"))
     offload: bool = False
+
+    @property
+    def parts(self) -> frozenset[RecomputeModule]:
+        """Parts of a layer that are computed again; none where whole layers are, or nothing."""
+        return self.modules if self.granularity == "selective" else frozenset()
 
     def groups(self, layers: Sequence[str]) -> list[tuple[Sequence[str], bool]]:
         """Groups of layers, in order, that are recomputed as one (True) or keep their activations (False)."""
@@ -53,6 +67,12 @@ def recompute(
         # Autograd sees the inputs and not the parameters: without a gradient to compute it would make no node.
         inputs = tuple(x.detach().requires_grad_() for x in inputs)
     return _Recompute.apply(run, how or Recompute(), *inputs)
+
+
+def recompute_module(module: nn.Module, x: Tensor, *context: Any) -> Tensor:
+    """module(x, *context), of which only x is saved for the backward."""
+    learns = any(parameter.requires_grad for parameter in module.parameters())
+    return recompute(lambda x: module(x, *context), x, learns=learns)
 
 
 class _Recompute(torch.autograd.Function):
@@ -107,3 +127,71 @@ def _saved_part(x: Tensor, how: Recompute) -> Tensor:
         offloaded = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
         return offloaded.copy_(x, non_blocking=True)
     return x
+
+
+def restoring(
+    tensors: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]], *, really: bool = True
+) -> AbstractContextManager[None]:
+    """Context in which the results of `compute` are not kept for a backward, which computes them again, with no graph.
+
+    `tensors` are these results. What is kept in their place is what `compute` holds. Views of them count as them.
+    With `really` False, and in a graph of torch.compile, which chooses for itself, everything is kept.
+    """
+    if not really or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return nullcontext()
+    return _restoring(tensors, compute)
+
+
+@contextmanager
+def _restoring(tensors: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+    again = _Again(compute)
+    places = {_storage(tensor): place for place, tensor in enumerate(tensors)}
+
+    def pack(x: Tensor) -> "Tensor | _Restored":
+        place = places.get(_storage(x))
+        if place is None:
+            return x
+        again.num_waiting += 1
+        return _Restored(again, place, x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(kept: "Tensor | _Restored") -> Tensor:
+        return kept.tensor() if isinstance(kept, _Restored) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _storage(x: Tensor) -> int:
+    """The number of the memory that x is a view of, which a fake tensor has, too."""
+    return x.untyped_storage()._cdata
+
+
+class _Again:
+    """Tensors that are computed again when the first of them is asked for, and kept until the last one was."""
+
+    def __init__(self, compute: Callable[[], Sequence[Tensor]]) -> None:
+        self.compute, self.num_waiting = compute, 0
+        self._tensors: Sequence[Tensor] | None = None
+
+    def take(self, place: int) -> Tensor:
+        if self._tensors is None:
+            with torch.no_grad():
+                self._tensors = self.compute()
+        tensor = self._tensors[place]
+        self.num_waiting -= 1
+        if self.num_waiting <= 0:
+            self._tensors = None
+        return tensor
+
+
+class _Restored(NamedTuple):
+    """What is kept in the place of a tensor: how it lies in the memory of one that is computed again."""
+
+    again: _Again
+    place: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        return self.again.take(self.place).as_strided(self.shape, self.strides, self.offset)
