@@ -42,9 +42,10 @@ class Field(NamedTuple):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """Values of a field that has only a few; empty for a field that takes any value of its type."""
+        """Values of a field, or of a list, that has only a few; empty for a field that takes any value of its type."""
         tables = [mark.table for mark in self.marks if isinstance(mark, NamedIn)]
-        return get_args(self.type) if get_origin(self.type) is Literal else tuple(*tables)
+        kind = get_args(self.type)[0] if get_origin(self.type) is tuple else self.type
+        return get_args(kind) if get_origin(kind) is Literal else tuple(*tables)
 
     @property
     def is_extensible(self) -> bool:
@@ -61,7 +62,7 @@ class Field(NamedTuple):
     def wants(self) -> str:
         """Allowed values in words, as in "num_layers must be a whole number such as 4"."""
         if self.choices:
-            return "one of " + one_of(self.choices)
+            return ("a list of " if get_origin(self.type) is tuple else "one of ") + one_of(self.choices)
         if self.is_extensible:
             return "a name that a plug-in registers (--plugin)"
         if get_origin(self.type) is tuple:

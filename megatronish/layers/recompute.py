@@ -129,6 +129,24 @@ def _saved_part(x: Tensor, how: Recompute) -> Tensor:
     return x
 
 
+class HasParts(nn.Module):
+    """Module with parts that --recompute-modules names; `recomputed` are those that it computes again."""
+
+    recomputed: frozenset[RecomputeModule] = frozenset()
+
+    def restoring_norm(self, normalised: Tensor, norm: nn.Module | None, x: Tensor) -> AbstractContextManager[None]:
+        """Context of what reads norm(x), which `layernorm` among the parts does not keep."""
+        really = norm is not None and "layernorm" in self.recomputed
+        return restoring((normalised,), lambda: (x if norm is None else norm(x),), really=really)
+
+
+def recompute_parts(model: nn.Module, parts: frozenset[RecomputeModule]) -> None:
+    """From now on the modules of a model compute these parts again in the backward, and keep the others."""
+    for module in model.modules():
+        if isinstance(module, HasParts):
+            module.recomputed = parts
+
+
 def restoring(
     tensors: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]], *, really: bool = True
 ) -> AbstractContextManager[None]:

@@ -1,17 +1,14 @@
 """Context of one forward pass: positions, rotation, masks, dropout streams and the KV cache, for all its layers."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
 from megatronish.attention.mask import AttentionMask, BidirectionalMask
 from megatronish.attention.zigzag import places_on
-from megatronish.config.sections.training import RecomputeModule
 from megatronish.layers.dropout import Dropout, LayerDropout
-from megatronish.layers.recompute import restoring
 from megatronish.model.batch import MicroBatch
 from megatronish.model.rope import RotaryEmbedding, Rotations
 from megatronish.model.routing import RoutingRecord, Tally
@@ -39,8 +36,6 @@ class Context:
     dropout: LayerDropout | None = None
     cache: KeyValueCache | None = None
     routing: RoutingRecord = field(default_factory=RoutingRecord)
-    recomputed: frozenset[RecomputeModule] = frozenset()
-    """Parts of a layer that selective recomputation computes again."""
 
     def of_layer(self, layer: int, dropout: Dropout | None) -> "Context":
         """What a layer is given: the same, with the layer's own dropout."""
@@ -67,11 +62,6 @@ class Context:
         if first_column == 0:
             return self.dropout.hidden(x, site=site, positions=positions, rate=rate)
         return self.dropout.columns_of(x, site=site, positions=positions, rate=rate, first_column=first_column)
-
-    def restoring(self, normalised: Tensor, norm: nn.Module | None, x: Tensor) -> AbstractContextManager[None]:
-        """Context of what reads norm(x): with --recompute-modules layernorm it is not kept, but computed again."""
-        really = norm is not None and "layernorm" in self.recomputed
-        return restoring((normalised,), lambda: (x if norm is None else norm(x),), really=really)
 
     def attention_dropout(self, *, rate: float) -> ProbabilityDropout | None:
         """Dropout on the layer's attention probabilities; None where nothing is dropped."""
@@ -111,7 +101,6 @@ def make_context(
     masks: Masks,
     cache: KeyValueCache | None = None,
     tally: Tally | None = None,
-    recomputed: frozenset[RecomputeModule] = frozenset(),
 ) -> Context:
     """Context of a micro-batch, of which this rank holds [B, S/cp]."""
     assert cache is None or (cp.size == 1 and not tp.cuts_sequence), "a cache holds whole sequences"
@@ -126,5 +115,4 @@ def make_context(
         causal_mask=masks.of(batch, seq_length=seq_length, cache=cache),
         cache=cache,
         routing=RoutingRecord(cp, tally),
-        recomputed=recomputed,
     )

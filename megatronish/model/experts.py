@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.dispatch import Capacity, kept_choices, make_route
 from megatronish.layers.experts import Experts
-from megatronish.layers.recompute import recompute_module
+from megatronish.layers.recompute import HasParts, recompute_module
 from megatronish.layers.router import (
     Router,
     RouterSettings,
@@ -70,7 +70,7 @@ def router_settings(config: ModelConfig, spec: ExpertsSpec) -> RouterSettings:
     )
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(HasParts):
     """Router, experts and shared experts of one layer, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D])."""
 
     def __init__(
@@ -127,11 +127,11 @@ class MixtureOfExperts(nn.Module):
             weights = weights * kept  # after normalising: what is dropped is lost, and not given to others
 
         # 4. The experts, and the shared experts as a dense MLP beside them.
-        y = self.experts(tokens, weights, route, restores="moe_act" in context.recomputed).view_as(own)
+        y = self.experts(tokens, weights, route, restores="moe_act" in self.recomputed).view_as(own)
         if splits:
             y = comm.gather_whole_sequence(y, self.tp.axis, sums=False)
         if self.shared is not None:
-            again = "shared_experts" in context.recomputed
+            again = "shared_experts" in self.recomputed
             shared = recompute_module(self.shared, x, context) if again else self.shared(x, context)
             y = y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
         return y

@@ -24,7 +24,7 @@ from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.layers.dropout import Dropout
 from megatronish.layers.linear import deferrable_weights
 from megatronish.layers.norm import Norm, residual_norm
-from megatronish.layers.recompute import Recompute, recompute, recompute_module
+from megatronish.layers.recompute import HasParts, Recompute, recompute, recompute_module, recompute_parts
 from megatronish.layers.router import Balance, Router
 from megatronish.layers.vocabulary import (
     OutputLayer,
@@ -72,7 +72,7 @@ def make_attention(
     return make(config, spec, layer=layer, tp=tp, core=core, output_std=output_std)  # type: ignore[arg-type]
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(HasParts):
     """Layer number `layer` of the whole model, as its spec says.
 
     [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
@@ -108,7 +108,7 @@ class TransformerBlock(nn.Module):
             case "parallel" | "parallel_norms":
                 return self._side_by_side(x, context)
         rate = self.config.hidden_dropout
-        with context.restoring(normalised := _normalised(self.attention_norm, x), self.attention_norm, x):
+        with self.restoring_norm(normalised := _normalised(self.attention_norm, x), self.attention_norm, x):
             attended = self.attention(normalised, context)
         attended = self._added(attended, self.attention_output_norm)
         if self.mlp_norm is not None and (context.dropout is None or rate == 0.0):
@@ -116,13 +116,13 @@ class TransformerBlock(nn.Module):
         else:
             x = context.drop(attended, site="attention_output", rate=rate, residual=x)
             normalised = _normalised(self.mlp_norm, x)
-        with context.restoring(normalised, self.mlp_norm, x):
+        with self.restoring_norm(normalised, self.mlp_norm, x):
             y = self._added(self._through_mlp(normalised, context), self.mlp_output_norm)
         return context.drop(y, site="mlp_output", rate=rate, residual=x)
 
     def _through_mlp(self, x: Tensor, context: Context) -> Tensor:
         """The MLP of [S, B, D], as a whole computed again if --recompute-modules says so."""
-        if ("moe" if isinstance(self.mlp, MixtureOfExperts) else "mlp") not in context.recomputed:
+        if ("moe" if isinstance(self.mlp, MixtureOfExperts) else "mlp") not in self.recomputed:
             return self.mlp(x, context)
         return recompute_module(self.mlp, x, context)
 
@@ -135,13 +135,13 @@ class TransformerBlock(nn.Module):
         """x + attention(norm(x)) + MLP(norm(x)), with one norm or two; each output has dropout of its own."""
         rate = self.config.hidden_dropout
         normalised, before = _normalised(self.attention_norm, x), x
-        with context.restoring(normalised, self.attention_norm, before):
+        with self.restoring_norm(normalised, self.attention_norm, before):
             attended = self._added(self.attention(normalised, context), None)
             x = context.drop(attended, site="attention_output", rate=rate, residual=x)
             if self.mlp_norm is None:
                 y = self._through_mlp(normalised, context)
         if self.mlp_norm is not None:
-            with context.restoring(normalised := self.mlp_norm(before), self.mlp_norm, before):
+            with self.restoring_norm(normalised := self.mlp_norm(before), self.mlp_norm, before):
                 y = self._through_mlp(normalised, context)
         return context.drop(self._added(y, None), site="mlp_output", rate=rate, residual=x)
 
@@ -277,6 +277,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleDict(
             {str(n): make_layer(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
         )
+        recompute_parts(self, self.execution.recompute.parts)
         groups = self.execution.recompute.groups
         self.layer_groups = [groups([str(n) for n in chunk.layers]) for chunk in self.chunks]
         if self.is_last:
@@ -379,7 +380,6 @@ class GPT(nn.Module):
             masks=self.masks,
             cache=cache,
             tally=tally,
-            recomputed=self.execution.recompute.parts,
         )
 
     def _dropout(self, step: int, batch: MicroBatch, chunk: int) -> Dropout:

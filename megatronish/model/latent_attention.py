@@ -20,14 +20,14 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatronish.layers.norm import Norm
 from megatronish.layers.product import DENSE
-from megatronish.layers.recompute import restoring
+from megatronish.layers.recompute import HasParts, restoring
 from megatronish.model.attention import CoreAttention
 from megatronish.model.context import Context
 from megatronish.model.rope import rotate
@@ -36,7 +36,7 @@ from megatronish.parallel.mesh import TensorParallel
 from megatronish.specs.latent_attention import LatentAttentionSpec
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(HasParts):
     """Multi-head latent attention, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]); a rank has N/tp heads."""
 
     def __init__(
@@ -161,7 +161,7 @@ class LatentAttention(nn.Module):
         """The latents of queries, and of keys and values, and the shared key -> [S, B, n V]."""
         run = partial(self._of_heads, low, latent, key, context)
         q, k, v = run()
-        with restoring((q, k, v), run, really="mla_up_proj" in context.recomputed):
+        with restoring((q, k, v), run, really="mla_up_proj" in self.recomputed):
             attended = self._through_core(q, k, v, context)
         size = self.spec.value_size
         return attended if v.shape[-1] == size else attended.unflatten(-1, (-1, v.shape[-1]))[..., :size].flatten(-2)

@@ -22,7 +22,7 @@ from megatronish.attention.cached import KeyValueCache
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm, residual_norm
-from megatronish.layers.recompute import recompute, recompute_module
+from megatronish.layers.recompute import HasParts, recompute, recompute_module
 from megatronish.layers.relative_bias import RelativeBias
 from megatronish.layers.vocabulary import (
     PositionEmbedding,
@@ -136,7 +136,7 @@ class BiasedAttention(nn.Module):
         return tuple(part.unflatten(-1, (-1, self.spec.head_size)) for part in sections)
 
 
-class SideBlock(nn.Module):
+class SideBlock(HasParts):
     """Layer of the encoder or of the decoder, as its spec says, [Se + Sd, B, D] -> the same with one side changed."""
 
     def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
@@ -161,15 +161,15 @@ class SideBlock(nn.Module):
             return x
         rate, sides = self.config.hidden_dropout, list(x.split(context.rows))
         mine, context = sides[self.side], context.of_side(self.side)
-        with context.restoring(normalised := self.attention_norm(mine), self.attention_norm, mine):
+        with self.restoring_norm(normalised := self.attention_norm(mine), self.attention_norm, mine):
             y = self.attention(normalised, context, side=self.side)
         mine = context.drop(y, site="attention_output", rate=rate, residual=mine)
         if self.side:
-            with context.restoring(normalised := self.cross_attention_norm(mine), self.cross_attention_norm, mine):
+            with self.restoring_norm(normalised := self.cross_attention_norm(mine), self.cross_attention_norm, mine):
                 y = self.cross_attention(normalised, context, side=self.side, memory=sides[0])
             mine = context.drop(y, site="cross_attention_output", rate=rate, residual=mine)
-        with context.restoring(normalised := self.mlp_norm(mine), self.mlp_norm, mine):
-            again = "mlp" in context.recomputed
+        with self.restoring_norm(normalised := self.mlp_norm(mine), self.mlp_norm, mine):
+            again = "mlp" in self.recomputed
             y = recompute_module(self.mlp, normalised, context) if again else self.mlp(normalised, context)
         mine = context.drop(y, site="mlp_output", rate=rate, residual=mine)
         if self.final_norm is not None:

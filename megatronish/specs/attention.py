@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple, Self
 from megatronish.config.sections.model import ModelConfig, SoftmaxType
 from megatronish.config.sections.training import EXPLICIT, AttentionBackend, RecomputeModule
 from megatronish.specs.block_pattern import BlockPattern
-from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
+from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, DeviceType, LayerCost, LinearShape, NormShape
 
 BLOCK_BYTES = 8 * 2**20
 """Scores of a block of attention with dropout, in fp32, as attention/dropout_attention.py cuts them for a GPU.
@@ -49,6 +49,12 @@ class AttentionRun:
     """Parts of a layer that are computed again in the backward, of --recompute-modules."""
     kernels: bool
     """Whether fused operators run."""
+    device: DeviceType = "cuda"
+
+    @property
+    def fused(self) -> bool:
+        """Whether activations are fused operators, which a CPU has none of."""
+        return self.kernels and self.device == "cuda"
 
     @property
     def is_selective(self) -> bool:

@@ -93,10 +93,10 @@ class MLPSpec:
         """Bytes that a GPU keeps more than the cost row says, with fused operators or without."""
         return -size.feature * self.activated_gate if fused else 0.0
 
-    def again(self, size: ActivationBytes, *, fused: bool) -> float:
+    def again(self, run: AttentionRun) -> float:
         """Bytes of what is kept besides the input, and comes back if the MLP is computed again."""
         features = 0 if self.activation == "relu" else self.features
-        return size.feature * (features + self.activated(fused=fused))
+        return run.size.feature * (features + self.activated(fused=run.fused))
 
     def activated(self, *, fused: bool) -> int:
         """Features of the activation that are kept."""
@@ -160,11 +160,13 @@ class ExpertsSpec:
         gate = size.feature * self.num_chosen * self.expert.activated_gate if fused else 0.0
         return routed - size.residual - gate
 
-    def again(self, size: ActivationBytes, *, fused: bool) -> float:
+    def again(self, run: AttentionRun) -> float:
         """Bytes of what is kept besides the input, and comes back if all is computed again."""
-        features = self.expert.features + self.expert.activated(fused=fused)
-        shared = 0.0 if self.shared is None else self.shared.again(size, fused=fused)
-        return 2 * self._rows(size) + size.feature * self.num_chosen * features + shared
+        size, features = run.size, self.expert.features + self.expert.activated(fused=run.fused)
+        rows = 2 * self._rows(size) + size.feature * self.num_chosen * features
+        if run.device == "cuda":  # the router's tokens in fp32
+            rows += size.feature / size.element * 4 * size.hidden_size - size.residual
+        return rows if self.shared is None else rows + size.residual + self.shared.again(run)
 
     def transients(self, size: ActivationBytes) -> float:
         """Bytes that the backward needs besides what was kept: gradients of rows, and of the weights of all experts."""
@@ -252,15 +254,15 @@ class LayerSpec:
         """Name of the whole MLP among the parts."""
         return "moe" if self.mlp.kind == "experts" else "mlp"
 
-    def left_out(self, run: AttentionRun, *, fused: bool, learns: bool, shares_norm: bool = False) -> float:
+    def left_out(self, run: AttentionRun, *, learns: bool, shares_norm: bool = False) -> float:
         """Bytes that are not kept, as they are computed again. Of a frozen layer those that no adapter may keep.
 
         `shares_norm`: attention and MLP read the output of one norm.
         """
         if not learns:
-            return self._left_out_of_mlp(run, fused=fused)
+            return self._left_out_of_mlp(run)
         norm = run.size.residual if shares_norm and "layernorm" in run.recomputed else 0.0
-        return self._again_of_attention(run) + self._again_of_mlp(run, fused=fused) - norm
+        return self._again_of_attention(run) + self._again_of_mlp(run) - norm
 
     def _again_of_attention(self, run: AttentionRun) -> float:
         """Bytes that come back for the backward of attention."""
@@ -269,29 +271,29 @@ class LayerSpec:
         )
         return projected + (len(self.attentions) * run.size.residual if "layernorm" in run.recomputed else 0.0)
 
-    def _again_of_mlp(self, run: AttentionRun, *, fused: bool) -> float:
+    def _again_of_mlp(self, run: AttentionRun) -> float:
         """Bytes that come back for the backward of the MLP. A router in half precision keeps its tokens in fp32."""
         of_norm, is_read = 0.0, self.mlp.kind == "dense" or self.mlp.shared is not None or self._whole in run.recomputed
         if "layernorm" in run.recomputed and (is_read or run.size.element == 4):
             of_norm = run.size.residual
-        return of_norm + self._left_out_of_mlp(run, fused=fused)
+        return of_norm + self._left_out_of_mlp(run)
 
-    def _left_out_of_mlp(self, run: AttentionRun, *, fused: bool) -> float:
+    def _left_out_of_mlp(self, run: AttentionRun) -> float:
         size, parts, mlp = run.size, run.recomputed, self.mlp
         if self._whole in parts:
-            return mlp.again(size, fused=fused)
+            return mlp.again(run)
         if mlp.kind == "dense":
             return 0.0
         left_out = 0.0
         if "moe_act" in parts:
-            left_out += size.feature * mlp.num_chosen * mlp.expert.activated(fused=fused)
+            left_out += size.feature * mlp.num_chosen * mlp.expert.activated(fused=run.fused)
         if "shared_experts" in parts and mlp.shared is not None:
-            left_out += mlp.shared.again(size, fused=fused)
+            left_out += mlp.shared.again(run)
         return left_out
 
     def transients(self, run: AttentionRun) -> float:
         """Bytes that the backward needs besides what was kept: that of the MLP, or then that of attention."""
-        again = self._again_of_mlp(run, fused=run.kernels)
+        again = self._again_of_mlp(run)
         attention = max(each.transients(run) for each in self.attentions) + self._again_of_attention(run)
         return max(self.mlp.transients(run.size) + again, attention + again - self.mlp.freed(run.size))
 
@@ -338,15 +340,15 @@ class SideSpec(LayerSpec):
         """As of any layer, of the tokens of this side, and the gradient of all rows."""
         size = self._of_side(run.size)
         attention = max(each.transients(run) for each in self.attentions)
-        again, of_attention = self._again_of_mlp(run, fused=run.kernels), self._again_of_attention(run)
+        again, of_attention = self._again_of_mlp(run), self._again_of_attention(run)
         mlp = self.mlp.transients(size) + again
         return run.size.residual + max(mlp, attention + of_attention + again - self.mlp.freed(size))
 
     def _again_of_attention(self, run: AttentionRun) -> float:
         return super()._again_of_attention(replace(run, size=self._of_side(run.size)))
 
-    def _left_out_of_mlp(self, run: AttentionRun, *, fused: bool) -> float:
-        return super()._left_out_of_mlp(replace(run, size=self._of_side(run.size)), fused=fused)
+    def _left_out_of_mlp(self, run: AttentionRun) -> float:
+        return super()._left_out_of_mlp(replace(run, size=self._of_side(run.size)))
 
     def _of_side(self, size: ActivationBytes) -> ActivationBytes:
         """Bytes of activations of this side's tokens."""

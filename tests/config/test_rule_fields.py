@@ -48,6 +48,10 @@ OTHERS: list[dict[str, Any]] = [
     },
     {"model_type": "t5", "position_embedding_type": "relative", "dataset_type": "chat", "vocab_extra_ids": 9},
     {"packing": "best-fit"},
+    {
+        **{"recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act", "shared_experts")},
+        **{"num_experts": 8, "moe_shared_expert_intermediate_size": 8},
+    },
     {"multi_latent_attention": True},
     {"multi_latent_attention": True, "position_embedding_type": "rope", "rope_mscale": 2.0},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},

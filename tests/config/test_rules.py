@@ -7,6 +7,8 @@ from command_lines import problems, small
 
 from megatronish.config.fields import FIELDS
 
+AGAIN = "--recompute-granularity selective --recompute-modules"
+
 
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -72,6 +74,36 @@ from megatronish.config.fields import FIELDS
         (
             "--recompute-granularity selective --recompute-method block",
             r"^recompute_method=block belongs to full recomputation, not to recompute_granularity=selective; add --rec",
+        ),
+        (
+            "--recompute-modules mlp layernorm",
+            r"^recompute_modules=mlp,layernorm belongs to selective .*=none; add --recompute-granularity selective, or",
+        ),
+        (f"{AGAIN} mlp mlp", r"^recompute_modules has mlp 2 times; name it once"),
+        (
+            f"{AGAIN} moe",
+            r"^recompute_modules=moe needs experts, and num_experts=none; leave it out of --recompute-mod",
+        ),
+        (f"{AGAIN} moe_act", r"^recompute_modules=moe_act needs experts, and num_experts=none; leave it out"),
+        (
+            f"{AGAIN} shared_experts --num-experts 4",
+            r"^recompute_modules=shared_experts needs shared experts, and moe_shared_expert_intermediate_size=none; l",
+        ),
+        (
+            f"{AGAIN} moe moe_act --num-experts 4",
+            r"^recompute_modules=moe computes moe_act again, too; leave one of th",
+        ),
+        (
+            f"{AGAIN} mla_up_proj",
+            r"^recompute_modules=mla_up_proj needs latent attention, and multi_latent_attention=f",
+        ),
+        (
+            f"{AGAIN} layernorm --norm-placement output",
+            r"^recompute_modules=layernorm needs norms before attention and MLP, and their norms are placed output",
+        ),
+        (
+            f"{AGAIN} mlps",
+            r"--recompute-modules mlps: recompute_modules must be a list of core_attn, layernorm, .* or mla_up_proj",
         ),
         ("--recompute-num-layers 2", r"^recompute_num_layers=2 belongs to full .*; add --recompute-granularity full"),
         (

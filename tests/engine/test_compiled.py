@@ -19,7 +19,7 @@ from theorem import Samples, build
 from theorem_cases import choices, problem_of, spread_of
 from torch._dynamo.utils import counters
 
-from megatronish.config.sections.training import AttentionBackend
+from megatronish.config.sections.training import AttentionBackend, RecomputeConfig
 from megatronish.core.layout import Layout
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.launch.place import Place
@@ -65,6 +65,13 @@ def test_compiled_ranks_train_what_one_eager_process_trains(name: str, request: 
 @pytest.mark.parametrize("name", MORE_LAYOUTS)
 def test_more_compiled_layouts(name: str) -> None:
     assert_equal_to_serial(*case(*MORE_LAYOUTS[name]))
+
+
+def test_compiled_layers_with_parts_that_are_computed_again_train_what_one_eager_process_trains() -> None:
+    """In a graph the compiler chooses what it keeps; a tp of two leaves the products between graphs."""
+    problem, spread = case(Layout(tp=2), {"family": "llama", "sequence_parallel": True})
+    parts = RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "mlp"))
+    assert_equal_to_serial(problem, replace(spread, recompute=parts))
 
 
 def test_compiled_experts_train_what_one_eager_process_trains(request: pytest.FixtureRequest) -> None:

@@ -9,6 +9,7 @@ dropout: sbh(34 + 5 a s / h), of which the 34 are
 Here no dropout mask is kept, of hidden states or of probabilities: 32 sbh.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -24,7 +25,7 @@ from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers.dropout import SITES
-from megatronish.layers.recompute import Recompute
+from megatronish.layers.recompute import Recompute, restoring
 from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT, Execution
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
@@ -183,6 +184,46 @@ def test_what_is_computed_again_is_the_same_in_every_bit_dropout_and_all(how: Re
         loss.backward()
         found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("tp", [False, True])
+def test_parts_that_are_computed_again_are_the_same_in_every_bit(tp: bool) -> None:
+    """The norm's output is read by three products of the heads, the MLP's input by one that is computed again."""
+    config = replace(MODEL, attention_dropout=0.1, norm_placement="parallel" if tp else "pre")
+    found = []
+    for recompute in (Recompute(), Recompute("selective", modules=frozenset({"core_attn", "layernorm", "mlp"}))):
+        model = model_of(config, recompute=recompute).float()
+        loss = model(None, batch(), step=0).sum()
+        loss.backward()
+        found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_is_restored_is_not_kept_and_computed_once_for_all_that_read_it() -> None:
+    x, weights = torch.randn(4, 3, requires_grad=True), [torch.randn(3, 3, requires_grad=True) for _ in range(3)]
+    computed = 0
+
+    def compute() -> tuple[torch.Tensor]:
+        nonlocal computed
+        computed += 1
+        return (torch.sin(x),)
+
+    (y,) = compute()
+    memory = weakref.ref(y)
+    with restoring((y,), compute):
+        outputs = [y @ weights[0], y.t().contiguous().t() @ weights[1], y[1:].t() @ y[1:, :2] @ weights[2][:2]]
+    del y
+    loss = sum((output.square().sum() for output in outputs), start=torch.zeros(()))
+    assert memory() is None and computed == 1, "what is restored is kept"
+    loss.backward()
+    assert computed == 2
+    gradients = [tensor.grad for tensor in (x, *weights)]
+    for tensor in (x, *weights):
+        tensor.grad = None
+    y = torch.sin(x)
+    outputs = [y @ weights[0], y.t().contiguous().t() @ weights[1], y[1:].t() @ y[1:, :2] @ weights[2][:2]]
+    sum((output.square().sum() for output in outputs), start=torch.zeros(())).backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(gradients, (x, *weights), strict=True))
 
 
 def test_an_evaluation_recomputes_nothing() -> None:

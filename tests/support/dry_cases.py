@@ -208,6 +208,8 @@ QWEN3_MOE = (
 """The form of Qwen3-30B-A3B; a micro-batch has 64 rows for each expert where the load is even."""
 ALIBI = "--position-embedding-type alibi"
 SDPA = "--attention-backend flash"
+AGAIN = "--recompute-granularity selective --recompute-modules"
+SHARED = "--moe-shared-expert-intermediate-size 1024"
 LATENT = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
     "--untie-embeddings-and-output-weights --ffn-hidden-size 2816 --multi-latent-attention --q-lora-rank 384 "
@@ -267,6 +269,21 @@ SINGLE = [
     SingleCase("latent attention on a ring", "gpt", f"{LATENT} --recompute-granularity selective", "--cp 4", 1),
     SingleCase("adapters of latent attention", "gpt", f"{LATENT} --load never-read --adapter-type lora"),
     SingleCase("latent attention, unfused", "gpt", f"{LATENT} --attention-backend unfused", "--tp 2 --zero-stage 1"),
+    SingleCase("latent attention computed again to the latents", "gpt", f"{LATENT} {AGAIN} core_attn mla_up_proj"),
+    SingleCase("norms and MLPs computed again", "llama", f"{AGAIN} layernorm mlp", "--tp 2 --sequence-parallel"),
+    SingleCase("MLPs computed again, without sequence parallelism", "gpt", f"{AGAIN} mlp", "--tp 2 --zero-stage 1"),
+    SingleCase(
+        "experts' activations computed again",
+        "experts",
+        f"{AGAIN} layernorm moe_act {SHARED}",
+        "--tp 2 --sequence-parallel",
+    ),
+    SingleCase("experts computed again", "experts", f"{AGAIN} moe layernorm {SHARED}", "--ep 2 --etp 2 --tp 2"),
+    SingleCase("shared experts computed again", "experts", f"{AGAIN} shared_experts {SHARED}", "--tp 2"),
+    SingleCase(
+        *("MLPs computed again, with adapters", "llama", f"{AGAIN} mlp --load never-read --adapter-type lora"),
+        "--tp 2 --sequence-parallel",
+    ),
     SingleCase("BERT", "gpt", "--model-type bert"),
     SingleCase("BERT with dropout, in stages", "dropped", "--model-type bert", "--tp 2 --pp 2 --cp 2", 1, 7),
     SingleCase("T5", "gpt", T5),

@@ -112,8 +112,7 @@ class RecomputeConfig:
     recompute_num_layers: Annotated[int, at_least(1), at_most(100_000)] = 1
     """Layers of a group (uniform), or computed again in each chunk (block)."""
     recompute_modules: tuple[RecomputeModule, ...] = ()
-    """Of selective: core_attn; layernorm (before attention and MLP); mlp, moe (whole MLPs without and with experts);
-    moe_act (the activation of experts); shared_experts; mla_up_proj (from latents to heads). Derived: core_attn."""
+    """Of selective: the parts of a layer that are computed again; moe is an MLP with experts. Derived: core_attn."""
     distribute_saved_activations: bool = False
     """The kept inputs of full recomputation are shared by the ranks of tp."""
     offload_saved_activations: bool = False

@@ -210,8 +210,8 @@ class LayerMemory:
         """What a layer does not keep, as parts of it are computed again; those of a plug-in never are."""
         if (left_out := getattr(kind.spec, "left_out", None)) is None or not run.recomputed:
             return 0.0
-        fused, shares_norm = run.kernels and self.device == "cuda", self.config.model.placement == "parallel"
-        return float(left_out(run, fused=fused, learns=not self.freezes, shares_norm=shares_norm))
+        shares_norm = self.config.model.placement == "parallel"
+        return float(left_out(run, learns=not self.freezes, shares_norm=shares_norm))
 
     @cached_property
     def usual_attention(self) -> AttentionSpec:
@@ -336,6 +336,7 @@ class LayerMemory:
             packs_documents=self.config.data.packs_documents,
             recomputed=self.config.recompute.recomputed,
             kernels=self.kernels,
+            device=self.device,
         )
 
     @remembered
