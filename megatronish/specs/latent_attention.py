@@ -5,9 +5,11 @@ zeros (model/latent_attention.py). Model FLOPs count values of their own size, a
 low by the filling: (query size - value size) / (query size + value size) of the core.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.specs.attention import AttentionRun, AttentionSpec, Exchange
 from megatronish.specs.block_pattern import BlockPattern
@@ -111,6 +113,30 @@ class LatentAttentionSpec(AttentionSpec):
         if self.has_dense_mask(run) and not run.is_selective:
             kept += size.element * run.masked_pairs
         return kept
+
+    def kept_for_adapters(
+        self, run: AttentionRun, linears: Sequence[tuple[LinearShape, int]], adapter: AdapterConfig
+    ) -> float:
+        """Bytes that are kept more, or fewer, because its weights are frozen; of each linear layer its adapters."""
+        size, is_lora, rank = run.size, adapter.adapter_type == "lora", adapter.lora_rank
+        own, drops, of_all = size.residual / size.hidden_size, adapter.lora_dropout > 0, run.tokens * size.element
+        kept, of_hidden = 0.0, []
+        for linear, number in linears[:-1]:
+            if not is_lora:  # IA3 scales outputs
+                kept += size.feature * linear.out_features * number - own * linear.in_features
+                continue
+            kept += (number - 1) * own * linear.in_features if drops or not number else 0.0
+            kept += rank * number * (own if linear.cut == "none" else of_all)
+            if linear.in_features == size.hidden_size:
+                of_hidden.append(number)
+        if not is_lora or drops or not all(of_hidden):  # the row has the hidden states once, and each left them out
+            kept += size.residual
+        out, is_adapted = linears[-1][0], linears[-1][1] > 0
+        kept += of_all * rank * is_adapted if is_lora else 0.0
+        output = size.feature * out.in_features
+        if self.fills_values(run):  # what the values were filled up with is cut off
+            return kept - (0.0 if is_adapted else output)
+        return kept + (output if is_adapted and drops else 0.0)
 
     def exchanges(
         self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool, cuts_sequence: bool = False

@@ -26,7 +26,6 @@ from megatronish.specs.adapter_targets import all_patterns, is_target
 from megatronish.specs.attention import AttentionRun, AttentionSpec
 from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape, sum_counts
 from megatronish.specs.ends import ends_of
-from megatronish.specs.latent_attention import LatentAttentionSpec
 from megatronish.specs.layers import LayerSpec, layer_specs
 
 
@@ -225,9 +224,11 @@ class LayerMemory:
         """What a layer keeps more, or fewer, because its weights are frozen. Rows of experts have no dropout."""
         dense = [linear for linear in kind.cost.linears if linear.copies == 1 and linear.sections]
         kept = 0.0
-        if isinstance(attention := getattr(kind.spec, "attention", None), LatentAttentionSpec):
+        own = getattr(getattr(kind.spec, "attention", None), "kept_for_adapters", None)
+        if own is not None:  # attention that is no pair of products
             number = next(place for place, linear in enumerate(dense) if linear.cut == "row") + 1
-            kept, dense = self._kept_for_latents(kind, attention, dense[:number]), dense[number:]
+            adapted = [(linear, _number_of_adapters(kind, linear)) for linear in dense[:number]]
+            kept, dense = own(self.run(self.element), adapted, self.config.adapter), dense[number:]
         pairs = list(zip(dense[::2], dense[1::2], strict=False))
         if any(linear.copies > 1 for linear in kind.cost.linears):
             pairs = [pair for pair in pairs if any(section == "o" for section, _ in pair[1].sections)]
@@ -246,31 +247,6 @@ class LayerMemory:
             else:
                 kept -= 0.0 if in_second else output
         return kept
-
-    def _kept_for_latents(
-        self, kind: LayerKind, attention: LatentAttentionSpec, linears: Sequence[LinearShape]
-    ) -> float:
-        """The same of latent attention: ways down and up, and the projection of the output."""
-        own, drops = self.residual / self.config.model.hidden_size, self.config.adapter.lora_dropout > 0
-        is_lora, rank = self.config.adapter.adapter_type == "lora", self.config.adapter.lora_rank
-        kept, of_hidden = 0.0, []
-        for linear in linears[:-1]:
-            number = _number_of_adapters(kind, linear)
-            if not is_lora:  # IA3 scales outputs
-                kept += self.feature * linear.out_features * number - own * linear.in_features
-                continue
-            kept += (number - 1) * own * linear.in_features if drops or not number else 0.0
-            kept += rank * number * (own if linear.cut == "none" else self.tokens * self.element)
-            if linear.in_features == self.config.model.hidden_size:
-                of_hidden.append(number)
-        if not is_lora or drops or not all(of_hidden):  # the row has the hidden states once, and each left them out
-            kept += self.residual
-        is_adapted = _number_of_adapters(kind, linears[-1]) > 0
-        kept += self.tokens * self.element * rank * is_adapted if is_lora else 0.0
-        output, has_copy = self.feature * linears[-1].in_features, attention.fills_values(self.run(self.element))
-        if has_copy:  # what the values were filled up with is cut off
-            return kept - (0.0 if is_adapted else output)
-        return kept + (output if is_adapted and drops else 0.0)
 
     def deferred(self, kind: LayerKind) -> float:
         """What a layer keeps for its weight gradients: input and output gradient of its linear layers."""
