@@ -134,11 +134,6 @@ class HasParts(nn.Module):
 
     recomputed: frozenset[RecomputeModule] = frozenset()
 
-    def restoring_norm(self, normalised: Tensor, norm: nn.Module | None, x: Tensor) -> AbstractContextManager[None]:
-        """Context of what reads norm(x), which `layernorm` among the parts does not keep."""
-        really = norm is not None and "layernorm" in self.recomputed
-        return restoring((normalised,), lambda: (x if norm is None else norm(x),), really=really)
-
 
 def recompute_parts(model: nn.Module, parts: frozenset[RecomputeModule]) -> None:
     """From now on the modules of a model compute these parts again in the backward, and keep the others."""

@@ -9,6 +9,7 @@ experts (Mixtral, Qwen-MoE, OLMoE). Parameters carry the names they have in the 
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, Protocol
@@ -24,7 +25,7 @@ from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.layers.dropout import Dropout
 from megatronish.layers.linear import deferrable_weights
 from megatronish.layers.norm import Norm, residual_norm
-from megatronish.layers.recompute import HasParts, Recompute, recompute, recompute_module, recompute_parts
+from megatronish.layers.recompute import HasParts, Recompute, recompute, recompute_module, recompute_parts, restoring
 from megatronish.layers.router import Balance, Router
 from megatronish.layers.vocabulary import (
     OutputLayer,
@@ -108,7 +109,7 @@ class TransformerBlock(HasParts):
             case "parallel" | "parallel_norms":
                 return self._side_by_side(x, context)
         rate = self.config.hidden_dropout
-        with self.restoring_norm(normalised := _normalised(self.attention_norm, x), self.attention_norm, x):
+        with restoring_norm(self, normalised := _normalised(self.attention_norm, x), self.attention_norm, x):
             attended = self.attention(normalised, context)
         attended = self._added(attended, self.attention_output_norm)
         if self.mlp_norm is not None and (context.dropout is None or rate == 0.0):
@@ -116,7 +117,7 @@ class TransformerBlock(HasParts):
         else:
             x = context.drop(attended, site="attention_output", rate=rate, residual=x)
             normalised = _normalised(self.mlp_norm, x)
-        with self.restoring_norm(normalised, self.mlp_norm, x):
+        with restoring_norm(self, normalised, self.mlp_norm, x):
             y = self._added(self._through_mlp(normalised, context), self.mlp_output_norm)
         return context.drop(y, site="mlp_output", rate=rate, residual=x)
 
@@ -135,13 +136,13 @@ class TransformerBlock(HasParts):
         """x + attention(norm(x)) + MLP(norm(x)), with one norm or two; each output has dropout of its own."""
         rate = self.config.hidden_dropout
         normalised, before = _normalised(self.attention_norm, x), x
-        with self.restoring_norm(normalised, self.attention_norm, before):
+        with restoring_norm(self, normalised, self.attention_norm, before):
             attended = self._added(self.attention(normalised, context), None)
             x = context.drop(attended, site="attention_output", rate=rate, residual=x)
             if self.mlp_norm is None:
                 y = self._through_mlp(normalised, context)
         if self.mlp_norm is not None:
-            with self.restoring_norm(normalised := self.mlp_norm(before), self.mlp_norm, before):
+            with restoring_norm(self, normalised := self.mlp_norm(before), self.mlp_norm, before):
                 y = self._through_mlp(normalised, context)
         return context.drop(self._added(y, None), site="mlp_output", rate=rate, residual=x)
 
@@ -163,6 +164,13 @@ class TransformerBlock(HasParts):
 
 def _normalised(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def restoring_norm(block: HasParts, normalised: Tensor, norm: Norm | None, x: Tensor) -> AbstractContextManager[None]:
+    """Context of what reads norm(x), which a block that recomputes `layernorm` does not keep."""
+    if norm is None or "layernorm" not in block.recomputed:
+        return nullcontext()
+    return restoring((normalised,), lambda: (norm(x),))
 
 
 BLOCKS: dict[str, Callable[..., nn.Module]] = {"transformer": TransformerBlock}

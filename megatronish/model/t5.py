@@ -32,7 +32,7 @@ from megatronish.layers.vocabulary import (
 from megatronish.model.attention import CoreAttention
 from megatronish.model.batch import MicroBatch
 from megatronish.model.context import Context
-from megatronish.model.gpt import GPT, Embedding, MakeBlock, ModelChunk
+from megatronish.model.gpt import GPT, Embedding, MakeBlock, ModelChunk, restoring_norm
 from megatronish.model.mlp import MLP
 from megatronish.model.routing import Tally
 from megatronish.parallel.mesh import TensorParallel
@@ -161,14 +161,14 @@ class SideBlock(HasParts):
             return x
         rate, sides = self.config.hidden_dropout, list(x.split(context.rows))
         mine, context = sides[self.side], context.of_side(self.side)
-        with self.restoring_norm(normalised := self.attention_norm(mine), self.attention_norm, mine):
+        with restoring_norm(self, normalised := self.attention_norm(mine), self.attention_norm, mine):
             y = self.attention(normalised, context, side=self.side)
         mine = context.drop(y, site="attention_output", rate=rate, residual=mine)
         if self.side:
-            with self.restoring_norm(normalised := self.cross_attention_norm(mine), self.cross_attention_norm, mine):
+            with restoring_norm(self, normalised := self.cross_attention_norm(mine), self.cross_attention_norm, mine):
                 y = self.cross_attention(normalised, context, side=self.side, memory=sides[0])
             mine = context.drop(y, site="cross_attention_output", rate=rate, residual=mine)
-        with self.restoring_norm(normalised := self.mlp_norm(mine), self.mlp_norm, mine):
+        with restoring_norm(self, normalised := self.mlp_norm(mine), self.mlp_norm, mine):
             again = "mlp" in self.recomputed
             y = recompute_module(self.mlp, normalised, context) if again else self.mlp(normalised, context)
         mine = context.drop(y, site="mlp_output", rate=rate, residual=mine)
