@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from megatronish.attention import tile
 from megatronish.attention.dropout_attention import dropped_tile
+from megatronish.attention.latent_blocks import LatentSizes, gradients_of_block, open_block
 from megatronish.attention.mask import AttentionMask, BlockMask
 from megatronish.attention.operations import TileMask
 from megatronish.attention.sinks import gradient_of_sinks, kept
@@ -53,6 +54,25 @@ def ring_attention(
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
     dropped = None if dropout is None else dropped_tile(dropout, mask, first_head=first_head, device=q.device)
     return _RingAttention.apply(q, k, v, sinks, _RingPlan(cp, mask, dropped))
+
+
+def ring_of_latents(
+    q: Tensor,
+    latents: Tensor,
+    up: Tensor,
+    sizes: LatentSizes,
+    *,
+    cp: Axis,
+    mask: AttentionMask,
+    first_head: int,
+    dropout: ProbabilityDropout | None,
+) -> Tensor:
+    """[S/cp, B, n, H], [S/cp, B, r + dr], W [n (dn + dv), r] -> [S/cp, B, n H], as of values that end in zeros.
+
+    Latents go round in the place of keys and values, and each rank makes those of its own heads (latent_blocks.py).
+    """
+    dropped = None if dropout is None else dropped_tile(dropout, mask, first_head=first_head, device=q.device)
+    return _RingAttention.apply(q, latents, up, None, _RingPlan(cp, mask, dropped, sizes))
 
 
 class Tile(NamedTuple):
@@ -125,18 +145,27 @@ class _RingPlan:
     cp: Axis
     mask: AttentionMask
     dropped: DroppedTile | None
+    latents: LatentSizes | None = None
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each rank and its block [2, B, kv, S/cp, H], this rank's own first; the next arrives while one is used."""
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each rank, its block as it travels, and as [2, B, kv, S/cp, H]; this rank's own first.
+
+        The next block arrives while one is used. Of latents, k are these and v is W.
+        """
         # One message for keys and values. It is received into another buffer, as the block is used until the end of the
         # step.
-        block = torch.stack((k, v))
+        block = torch.stack((k, v)) if self.latents is None else k.contiguous()
         for step in range(self.cp.size):
             is_last = step == self.cp.size - 1
             coming = None if is_last else comm.start_shift(block, self.cp, tag=BLOCK_TAG)
-            yield (self.cp.rank - step) % self.cp.size, rearrange(block, "c s b k h -> c b k s h")
+            yield (self.cp.rank - step) % self.cp.size, block, self._opened(block, v)
             if coming is not None:
                 block = coming.wait()
+
+    def _opened(self, block: Tensor, up: Tensor) -> Tensor:
+        if self.latents is not None:
+            return open_block(block, up, self.latents)
+        return rearrange(block, "c s b k h -> c b k s h")
 
     def tiles(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, TileMask]]:
         """Queries, keys and mask of each tile with the block of rank `source`."""
@@ -157,8 +186,19 @@ class _RingPlan:
             yield each.queries, each.keys, tile_mask
 
 
+def _add_terms(block: Tensor, terms: list[tuple[slice, Tensor, Tensor]]) -> None:
+    """Add gradients of keys and values, each of some columns, to those of a block [2, B, kv, S/cp, H]."""
+    dkeys, dvalues = block
+    for columns, dk, dv in terms:
+        dkeys[:, :, columns] += dk
+        dvalues[:, :, columns] += dv
+
+
 class _RingAttention(torch.autograd.Function):
-    """Ring attention with a backward of its own. Shapes inside: [B, n, S/cp, H] queries, [B, k, S/cp, H] keys."""
+    """Ring attention with a backward of its own. Shapes inside: [B, n, S/cp, H] queries, [B, k, S/cp, H] keys.
+
+    Of latents, k is [S/cp, B, r + dr] and v is the weight that makes keys and values of them.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _RingPlan) -> Tensor:
@@ -169,7 +209,7 @@ class _RingAttention(torch.autograd.Function):
         out = rearrange(merged, "s b n h -> b n s h")
         lse = torch.full(out.shape[:3], -torch.inf, dtype=merged.dtype, device=q.device)
         # One step a rank: the tiles with the block at hand, while the next block arrives.
-        for source, block in plan.blocks(k, v):
+        for source, _, block in plan.blocks(k, v):
             for rows, columns, tile_mask in plan.tiles(source, q.device):
                 new = tile.forward(queries[:, :, rows], *block[..., columns, :], tile_mask=tile_mask)
                 tile.merge(out[:, :, rows], lse[:, :, rows], *new)
@@ -189,7 +229,8 @@ class _RingAttention(torch.autograd.Function):
         dqueries = rearrange(dq, "s b n h -> b n s h")
         # Gradients of the block at hand, [2, S/cp, B, k, H], summed by the ranks that had the block before.
         coming: comm.Pending | None = None
-        for source, block in plan.blocks(k, v):
+        dup = dq.new_zeros(v.shape if plan.latents is not None else 0)
+        for source, sent, block in plan.blocks(k, v):
             # 1. This rank's terms of the gradients, while the next block and the sums of this one arrive.
             terms = []
             for rows, columns, tile_mask in plan.tiles(source, q.device):
@@ -199,15 +240,19 @@ class _RingAttention(torch.autograd.Function):
                 terms.append((columns, here.k, here.v))
             # 2. The terms are added to the sums, and the sums follow the block to the next rank.
             # In the first step each rank has its own block, whose sums begin here.
-            dblock = dq.new_zeros(2, *k.shape) if coming is None else coming.wait()
-            dkeys, dvalues = rearrange(dblock, "c s b k h -> c b k s h")
-            for columns, dk, dv in terms:
-                dkeys[:, :, columns] += dk
-                dvalues[:, :, columns] += dv
-            coming = comm.start_shift(dblock, plan.cp, tag=GRADS_TAG)
+            sums = dq.new_zeros(sent.shape) if coming is None else coming.wait()
+            if plan.latents is None:
+                _add_terms(rearrange(sums, "c s b k h -> c b k s h"), terms)
+            else:
+                opened = dq.new_zeros(block.shape)
+                _add_terms(opened, terms)
+                dsent, dweight = gradients_of_block(opened, sent, v, plan.latents)
+                sums += dsent
+                dup += dweight
+            coming = comm.start_shift(sums, plan.cp, tag=GRADS_TAG)
         # 3. After the last step the sums of this rank's own block come home.
         assert coming is not None
-        dk, dv = coming.wait()
+        dk, dv = coming.wait() if plan.latents is None else (coming.wait(), dup)
         # Each rank has the terms of its queries: they are summed with those of the other data ranks.
         dsinks = gradient_of_sinks(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None

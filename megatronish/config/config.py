@@ -13,6 +13,7 @@ from megatronish.config.sections.run import CheckpointConfig, LogConfig, Resilie
 from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.core.layout import Layout
 from megatronish.core.names import OBJECTIVE_NAMES
+from megatronish.parallel.schedules.table import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,16 @@ class Config:
         """URL of a run folder on object storage; None for one on a disk."""
         name = self.log.run_dir or ""
         return name.rstrip("/") if "://" in name else None
+
+    @property
+    def sends_latents(self) -> bool:
+        """Whether latents go round a ring over cp in the place of keys and values, as they are smaller.
+
+        The weight that makes heads of them must then be there as it is, and have its gradient at once.
+        """
+        layout, parallel = self.layout, self.parallel
+        goes_round = layout.cp > 1 and parallel.cp_comm_type == "p2p" and self.model.has_small_latents(layout.tp)
+        return goes_round and not self.adapter.is_used and not SCHEDULES[parallel.schedule].has_weight_gradients
 
     @property
     def save_place(self) -> str:

@@ -236,6 +236,7 @@ def execution_of(config: Config, mesh: Mesh) -> Execution:
             offload=recompute.offload_saved_activations,
         ),
         dropout_seed=config.training.seed,
+        sends_latents=config.sends_latents,
     )
 
 

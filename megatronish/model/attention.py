@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from megatronish.attention.all_to_all import all_to_all_attention
 from megatronish.attention.flash import attend_alone
+from megatronish.attention.latent_blocks import LatentSizes
 from megatronish.attention.mask import AttentionMask, alibi_slopes
-from megatronish.attention.ring import ring_attention
+from megatronish.attention.ring import ring_attention, ring_of_latents
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import EXPLICIT, AttentionBackend
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -51,6 +52,8 @@ class CoreAttention:
     method: Literal["p2p", "a2a"] = "p2p"
     backend: AttentionBackend = "auto"
     recompute: bool = False
+    sends_latents: bool = False
+    """Whether latents go round the ring in the place of keys and values, where layers have them."""
 
     @property
     def wants_one_size(self) -> bool:
@@ -68,8 +71,12 @@ class CoreAttention:
         dropout: ProbabilityDropout | None,
         sinks: Tensor | None = None,
         score_mod: Callable[[Tensor], Tensor] | None = None,
+        latents: LatentSizes | None = None,
     ) -> Tensor:
-        """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H], for heads from `first_head` on."""
+        """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H], for heads from `first_head` on.
+
+        With `latents`, k and v are what `ring_of_latents` takes.
+        """
         run = partial(
             _attend,
             cp=self.cp,
@@ -79,6 +86,7 @@ class CoreAttention:
             first_head=first_head,
             dropout=dropout,
             score_mod=score_mod,
+            latents=latents,
         )
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
         return recompute(run, *inputs) if self.recompute else run(*inputs)
@@ -197,6 +205,7 @@ def attend(
     dropout: ProbabilityDropout | None = None,
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor], Tensor] | None = None,
+    latents: LatentSizes | None = None,
 ) -> Tensor:
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says.
 
@@ -207,6 +216,8 @@ def attend(
         if cp.size > 1 and method == "p2p":
             is_explicit = backend in EXPLICIT or score_mod is not None
             assert not is_explicit, "a rank of a ring sees no whole row of probabilities"
+            if latents is not None:
+                return ring_of_latents(q, k, v, latents, cp=cp, mask=mask, first_head=first_head, dropout=dropout)
             return ring_attention(q, k, v, cp=cp, mask=mask, first_head=first_head, dropout=dropout, sinks=sinks)
         over_cp = attend_alone if cp.size == 1 else partial(all_to_all_attention, cp=cp)
         return over_cp(

@@ -194,11 +194,17 @@ class Execution:
     attention_backend: AttentionBackend = "auto"
     recompute: Recompute = field(default_factory=Recompute)
     dropout_seed: int = 0
+    sends_latents: bool = False
+    """Whether latents go round a ring, and not keys and values."""
 
     def core_attention(self) -> CoreAttention:
         """Core attention with these settings, for every layer."""
         return CoreAttention(
-            self.cp, self.cp_comm_type, self.attention_backend, recompute="core_attn" in self.recompute.parts
+            self.cp,
+            self.cp_comm_type,
+            self.attention_backend,
+            recompute="core_attn" in self.recompute.parts,
+            sends_latents=self.sends_latents,
         )
 
 

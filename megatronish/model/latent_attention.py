@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
+from megatronish.attention.latent_blocks import LatentSizes
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatronish.layers.norm import Norm
@@ -52,6 +53,7 @@ class LatentAttention(HasParts):
         super().__init__()
         self.config, self.spec, self.layer, self.tp, self.core = config, spec, layer, tp, core
         self.takes_any_sizes = not core.wants_one_size  # a core that is compiled by itself does not say
+        self.sends_latents = core.sends_latents
         self.is_windowed = spec.is_windowed
         self.slopes: tuple[float, ...] = ()
         self.first_head = tp.axis.rank * (spec.num_heads // tp.size)
@@ -159,12 +161,29 @@ class LatentAttention(HasParts):
 
     def _attended(self, low: Tensor, latent: Tensor, key: Tensor, context: Context) -> Tensor:
         """The latents of queries, and of keys and values, and the shared key -> [S, B, n V]."""
+        if self.sends_latents and context.cache is None:
+            return self._on_ring(low, latent, key, context)
         run = partial(self._of_heads, low, latent, key, context)
         q, k, v = run()
         with restoring((q, k, v), run, really="mla_up_proj" in self.recomputed):
             attended = self._through_core(q, k, v, context)
         size = self.spec.value_size
         return attended if v.shape[-1] == size else attended.unflatten(-1, (-1, v.shape[-1]))[..., :size].flatten(-2)
+
+    def _on_ring(self, low: Tensor, latent: Tensor, key: Tensor, context: Context) -> Tensor:
+        """The same over cp, where latents go round: each rank applies `kv_up` to what arrives (ring_of_latents)."""
+        # As the input of `kv_up` over tp: the heads of all ranks read all latents, so their gradients are summed.
+        if self.tp.cuts_sequence:
+            latent = comm.gather_whole_sequence(latent, self.tp.axis, sums=True)
+        else:
+            latent = comm.copy_to(latent, self.tp.axis)
+        sent, spec = torch.cat((latent, key), dim=-1), self.spec
+        sizes = LatentSizes(spec.kv_rank, spec.plain_size, spec.rotary_size, spec.value_size)
+        q = self.queries(low, context)
+        again = "mla_up_proj" in self.recomputed
+        with restoring((q,), lambda: (self.queries(low, context),), really=again):
+            attended = self._through_core(q, sent, self.kv_up.weight, context, sizes)
+        return attended.unflatten(-1, (-1, spec.head_size))[..., : spec.value_size].flatten(-2)
 
     def _of_heads(self, low: Tensor, latent: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the heads, as the core takes them."""
@@ -174,10 +193,12 @@ class LatentAttention(HasParts):
         # Flash attention, a ring and an all-to-all want values as wide as keys.
         return q, k, v if missing == 0 or self.takes_any_sizes else F.pad(v, (0, missing))
 
-    def _through_core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def _through_core(
+        self, q: Tensor, k: Tensor, v: Tensor, context: Context, latents: LatentSizes | None = None
+    ) -> Tensor:
         dropout = context.attention_dropout(rate=self.config.attention_dropout)
         mask = context.mask(self.spec.window, (), self.spec.pattern)
-        return self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout)
+        return self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, latents=latents)
 
     # Generation
 

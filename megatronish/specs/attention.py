@@ -50,6 +50,8 @@ class AttentionRun:
     kernels: bool
     """Whether fused operators run."""
     device: DeviceType = "cuda"
+    sends_latents: bool = False
+    """Whether latents go round the ring, where a layer has them."""
 
     @property
     def fused(self) -> bool:
@@ -234,9 +236,9 @@ class AttentionSpec:
 
     # Memory
 
-    def projected(self, size: ActivationBytes) -> float:
+    def projected(self, run: AttentionRun) -> float:
         """Bytes of queries, keys and values as the core reads them."""
-        return size.feature * sum(self.sections.values())
+        return run.size.feature * sum(self.sections.values())
 
     def more_kept(self, run: AttentionRun) -> float:
         """Bytes that a GPU keeps more than the cost row says."""
@@ -319,7 +321,15 @@ class AttentionSpec:
     # Exchange
 
     def exchanges(
-        self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool, cuts_sequence: bool = False
+        self,
+        tokens: int,
+        *,
+        width: int,
+        tp: int,
+        cp: int,
+        is_ring: bool,
+        cuts_sequence: bool = False,
+        sends_latents: bool = False,
     ) -> list[Exchange]:
         """What a rank exchanges inside of attention, for so many tokens with elements of `width` bytes."""
         exchanges = []
@@ -419,7 +429,15 @@ class BiasedAttentionSpec(AttentionSpec):
         return num_bytes + more * float(scores)
 
     def exchanges(
-        self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool, cuts_sequence: bool = False
+        self,
+        tokens: int,
+        *,
+        width: int,
+        tp: int,
+        cp: int,
+        is_ring: bool,
+        cuts_sequence: bool = False,
+        sends_latents: bool = False,
     ) -> list[Exchange]:
         """All-to-all of queries and the output, and of keys and values."""
         assert not is_ring or cp == 1, "scores with a learned bias go round no ring"

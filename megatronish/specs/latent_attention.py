@@ -11,9 +11,9 @@ from typing import ClassVar, Self
 
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
-from megatronish.specs.attention import AttentionRun, AttentionSpec, Exchange
+from megatronish.specs.attention import AttentionRun, AttentionSpec, Exchange, RingBytes
 from megatronish.specs.block_pattern import BlockPattern
-from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, LayerCost, LinearShape, NormShape
+from megatronish.specs.costs import AttentionCore, Count, LayerCost, LinearShape, NormShape
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,29 @@ class LatentAttentionSpec(AttentionSpec):
         """Whether values are filled up with zeros to the size of the keys."""
         return self.value_size < self.head_size and (run.cp > 1 or not self.is_explicit(run.backend))
 
-    def projected(self, size: ActivationBytes) -> float:
-        """Bytes of queries, keys and values as the core reads them."""
-        return size.feature * self.num_heads * (2 * self.head_size + self.value_size)
+    def projected(self, run: AttentionRun) -> float:
+        """Bytes of queries, keys and values as the core reads them; of a ring of latents, of the queries alone."""
+        others = 0 if run.sends_latents else self.head_size + self.value_size
+        return run.size.feature * self.num_heads * (self.head_size + others)
+
+    def transients(self, run: AttentionRun) -> float:
+        """Bytes that the backward needs besides what was kept."""
+        if not run.sends_latents:
+            return super().transients(run)
+        # Keys and values of a block, their gradients of a tile and of the block, in fp32, and those of the way up.
+        heads, of_fp32 = self.num_heads * self.head_size, 4 * run.tokens / run.size.tp
+        return run.size.residual + run.size.feature * 4 * heads + of_fp32 * (5 * heads + self.up_size)
 
     def more_kept(self, run: AttentionRun) -> float:
         """Bytes that a GPU keeps more than the cost row says."""
         size, heads = run.size, self.num_heads * self.head_size
         # The norm's input is a part of what else came down: the key that all heads share stays with it.
         kept = size.residual / size.hidden_size * self.rotary_size if self.qk_norm else 0.0
+        if run.sends_latents:  # the latents of all tokens, and no keys and values; the output as wide as keys
+            of_token = size.hidden / size.hidden_size
+            kept += of_token * (self.kv_rank + self.rotary_size) - size.residual / size.hidden_size * self.kv_rank
+            kept -= size.feature * self.num_heads * (self.head_size + self.value_size)
+            return kept + (0.0 if run.is_selective else size.feature * heads)
         if self.fills_values(run):
             kept += size.feature * self.num_heads * (self.head_size - self.value_size)
             if not run.is_selective:  # the output as wide as the values were
@@ -139,9 +153,20 @@ class LatentAttentionSpec(AttentionSpec):
         return kept + (output if is_adapted and drops else 0.0)
 
     def exchanges(
-        self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool, cuts_sequence: bool = False
+        self,
+        tokens: int,
+        *,
+        width: int,
+        tp: int,
+        cp: int,
+        is_ring: bool,
+        cuts_sequence: bool = False,
+        sends_latents: bool = False,
     ) -> list[Exchange]:
-        """As of any attention, of values as wide as keys; and the key that all heads share, or its gradient."""
+        """As of any attention, of values as wide as keys; and the key that all heads share, or its gradient.
+
+        Round a ring of latents (model/latent_attention.py) go these, whole on every rank of tp.
+        """
         key, section = tokens * self.rotary_size * width, "attention.kv_down.kv_down"
         if cuts_sequence:
             shared = [
@@ -150,6 +175,9 @@ class LatentAttentionSpec(AttentionSpec):
             ]
         else:
             shared = [Exchange("tp", "all-reduce", 0, key, False, section)]
+        if sends_latents:
+            ring = RingBytes.of(tokens * (self.kv_rank + self.rotary_size), cp=cp, width=width)
+            return shared + [Exchange("cp", way, ring.forward, ring.backward) for way in ("send", "receive")]
         return shared + super().exchanges(
             tokens, width=width, tp=tp, cp=cp, is_ring=is_ring, cuts_sequence=cuts_sequence
         )

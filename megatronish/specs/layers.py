@@ -266,9 +266,7 @@ class LayerSpec:
 
     def _again_of_attention(self, run: AttentionRun) -> float:
         """Bytes that come back for the backward of attention."""
-        projected = (
-            sum(each.projected(run.size) for each in self.attentions) if "mla_up_proj" in run.recomputed else 0.0
-        )
+        projected = sum(each.projected(run) for each in self.attentions) if "mla_up_proj" in run.recomputed else 0.0
         return projected + (len(self.attentions) * run.size.residual if "layernorm" in run.recomputed else 0.0)
 
     def _again_of_mlp(self, run: AttentionRun) -> float:

@@ -267,6 +267,14 @@ SINGLE = [
     ),
     SingleCase("Muon of latent attention", "gpt", f"{LATENT} --optimizer muon"),
     SingleCase("latent attention on a ring", "gpt", f"{LATENT} --recompute-granularity selective", "--cp 4", 1),
+    SingleCase(
+        "latents on a ring over tp", "gpt", f"{LATENT} {AGAIN} mla_up_proj", "--tp 2 --cp 2 --sequence-parallel"
+    ),
+    SingleCase("latents on a ring without sequence parallelism", "gpt", LATENT, "--tp 2 --cp 2"),
+    SingleCase(
+        *("a ring of latent attention with adapters", "gpt", f"{LATENT} --load never-read --adapter-type lora"),
+        *("--cp 2", 2),
+    ),
     SingleCase("adapters of latent attention", "gpt", f"{LATENT} --load never-read --adapter-type lora"),
     SingleCase("latent attention, unfused", "gpt", f"{LATENT} --attention-backend unfused", "--tp 2 --zero-stage 1"),
     SingleCase("latent attention computed again to the latents", "gpt", f"{LATENT} {AGAIN} core_attn mla_up_proj"),

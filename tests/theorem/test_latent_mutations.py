@@ -12,6 +12,8 @@ from ranks import run_ranks
 from test_experts_mutations import Patch, no_mistake, planted_train
 from torch import Tensor
 
+from megatronish.attention import ring
+from megatronish.attention.latent_blocks import gradients_of_block
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.layout import Layout
 from megatronish.layers.linear import WholeLinear
@@ -44,6 +46,7 @@ PROBLEM = Problem(
     seq_length=16,
     global_batch_size=2,
 )
+RING, RING_OVER_TP = Spread(Layout(cp=2), 1), Spread(Layout(tp=2, cp=2), 1)
 WHOLE, CUT = Spread(Layout(tp=2), 1), Spread(Layout(tp=2), 1, sequence_parallel=True)
 
 
@@ -85,9 +88,8 @@ def way_down_not_summed(patch: Patch) -> None:
 def front_of_heads_turned(patch: Patch) -> None:
     """RoPE turns the front of a query, where keys have what is not turned."""
 
-    def planted(self: LatentAttention, x: Tensor, context: Context) -> Tensor:
-        assert self.q_norm is not None
-        q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (-1, self.spec.head_size))
+    def planted(self: LatentAttention, low: Tensor, context: Context) -> Tensor:
+        q = self.q_up(low).unflatten(-1, (-1, self.spec.head_size))
         front, rest = q[..., : self.spec.rotary_size], q[..., self.spec.rotary_size :]
         return torch.cat((self._rotated(front, context), rest), dim=-1)
 
@@ -98,13 +100,43 @@ def filling_not_cut(patch: Patch) -> None:
     """The front of what the heads return is taken together, with zeros that values were filled up with."""
     through_core = LatentAttention._through_core
 
-    def planted(self: LatentAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        attended, heads = through_core(self, q, k, v, context), q.shape[2]
+    def planted(self: LatentAttention, q: Tensor, k: Tensor, v: Tensor, context: Context, *others: Any) -> Tensor:
+        attended, heads = through_core(self, q, k, v, context, *others), q.shape[2]
         size = self.spec.value_size
         flat = attended[..., : heads * size].unflatten(-1, (heads, size))
         return torch.nn.functional.pad(flat, (0, v.shape[-1] - size)).flatten(-2)
 
     patch.setattr(LatentAttention, "_through_core", planted)
+
+
+def latents_not_summed(patch: Patch) -> None:
+    """On a ring each rank of tp keeps the gradient of the latents that its own heads give."""
+    copy, size = comm.copy_to, PROBLEM.model.kv_lora_rank
+    patch.setattr(comm, "copy_to", lambda x, axis: x if x.shape[-1] == size else copy(x, axis))
+
+
+def weight_of_one_block(patch: Patch) -> None:
+    """On a ring the gradient of the way up has the terms of the first block that a rank sees, and of no other."""
+    blocks = 0
+
+    def planted(*given: Any) -> tuple[Tensor, Tensor]:
+        nonlocal blocks
+        block, weight = gradients_of_block(*given)
+        blocks += 1
+        return block, weight if blocks % 2 else torch.zeros_like(weight)
+
+    patch.setattr(ring, "gradients_of_block", planted)
+
+
+def shared_key_of_one_head(patch: Patch) -> None:
+    """On a ring the shared key has the gradient of one head."""
+
+    def planted(opened: Tensor, block: Tensor, up: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
+        opened = opened.clone()
+        opened[0, :, 1:, :, sizes.plain :] = 0
+        return gradients_of_block(opened, block, up, sizes)
+
+    patch.setattr(ring, "gradients_of_block", planted)
 
 
 MUTATIONS = [
@@ -114,6 +146,9 @@ MUTATIONS = [
     (way_down_not_summed, CUT, {"gradients", "norm"}),
     (front_of_heads_turned, CUT, {"metrics", "gradients"}),
     (filling_not_cut, WHOLE, {"metrics", "gradients"}),
+    (latents_not_summed, RING_OVER_TP, {"gradients", "norm"}),
+    (weight_of_one_block, RING, {"gradients", "norm"}),
+    (shared_key_of_one_head, RING, {"gradients", "norm"}),
 ]
 
 
@@ -125,6 +160,7 @@ MUTATIONS = [
 def test_a_mistake_in_latent_attention_is_found(
     plant: Callable[[Patch], None], spread: Spread, shown_by: set[str]
 ) -> None:
-    assert_same_training(run_ranks(2, planted_train, PROBLEM, spread, no_mistake), serial(PROBLEM))
-    found = aspects_that_differ(run_ranks(2, planted_train, PROBLEM, spread, plant), serial(PROBLEM))
+    number = spread.layout.world_size
+    assert_same_training(run_ranks(number, planted_train, PROBLEM, spread, no_mistake), serial(PROBLEM))
+    found = aspects_that_differ(run_ranks(number, planted_train, PROBLEM, spread, plant), serial(PROBLEM))
     assert shown_by <= found, found

@@ -388,6 +388,11 @@ class ModelConfig(ExpertOptions, PatternOptions, LatentOptions, BlockOptions, De
         """Factor of cos and sin."""
         return self.yarn_growth(self.rope_mscale) / self.yarn_growth(self.rope_mscale_all_dim)
 
+    def has_small_latents(self, tp: int) -> bool:
+        """Whether latents of keys and values are smaller than keys and values of the heads of one of tp ranks."""
+        keys_values = 2 * self.num_attention_heads * self.head_size // tp
+        return self.multi_latent_attention and self.kv_lora_rank + self.qk_pos_emb_head_dim < keys_values
+
     @property
     def placement(self) -> NormPlacement:
         """Where a layer has norms."""

@@ -313,6 +313,7 @@ class LayerMemory:
             recomputed=self.config.recompute.recomputed,
             kernels=self.kernels,
             device=self.device,
+            sends_latents=self.config.sends_latents,
         )
 
     @remembered

@@ -56,6 +56,11 @@ class LayerTraffic(StepTraffic):
         """Parts of layers that are computed again."""
         return self.config.recompute.recomputed
 
+    @cached_property
+    def of_ring(self) -> frozenset[str]:
+        """Linear layers that ranks of a ring apply to what they receive."""
+        return frozenset({"attention.kv_up"} if self.config.sends_latents else ())
+
     def forwards(self, spec_index: int) -> int:
         """How often a layer of the stage runs forward for one micro-batch."""
         recompute, place = self.config.recompute, spec_index
@@ -80,6 +85,7 @@ class LayerTraffic(StepTraffic):
                 self._attention(name, attention, forwards)
             linears = spec.cost(self.config.model).linears
             again = {linear.name for linear in linears if spec.computes_again(linear.name, self.recomputed)}
+            again -= self.of_ring
             for experts in [linear for linear in linears if linear.copies > 1 and linear.cut == "column"]:
                 self._experts(experts, forwards + (experts.name in again))
             # Column-parallel products, ways down to latents before them, and the row-parallel ones behind them.
@@ -106,10 +112,10 @@ class LayerTraffic(StepTraffic):
         A way down to a latent sends nothing; the column-parallel product after it has the latent as its input. Those
         whose names are in `again` run forward once more.
         """
-        of_row, of_columns = forwards + (row.name in again), forwards + any(each.name in again for each in columns)
+        of_row = forwards + (row.name in again)
         if row.name in again and any(self._num_adapted(name, linear) for linear in (*columns, row)):
             self.learns_before = True  # a copy of the input, which has a gradient
-        times, learned, first = self.num_microbatches, 0, 0
+        times, learned, gathered, low_again = self.num_microbatches, 0, 0, 0
         element, learns_inside, has_adapter = times * self.tokens * self.width, self.learns_before, False
         adapted = [0, self._num_adapted(name, row)]
         for linear in columns:
@@ -119,13 +125,15 @@ class LayerTraffic(StepTraffic):
                 has_adapter = number > 0
                 continue
             size = int(element * linear.in_features * linear.share)
-            first, adapted[0] = first + size, adapted[0] + number
+            of_column = forwards + (linear.name in again)
+            # Forward, and for the weight gradient, where the input was not gathered for good.
+            gathered += (of_column + (not self.freezes and linear.name not in self.of_ring)) * size
+            adapted[0], low_again = adapted[0] + number, low_again + of_column * number
             learned += size if self.learns_before or has_adapter else 0
             has_adapter = False
         last = int(element * row.out_features * row.share)
         if self.cuts_sequence:
-            # Forward; for the weight gradient; backward of the reduce-scatter at the end.
-            self.add("tp", "all-gather", (of_columns + (not self.freezes)) * first + learns_inside * last)
+            self.add("tp", "all-gather", gathered + learns_inside * last)  # and backward of the reduce-scatter
             self.add("tp", "reduce-scatter", of_row * last + learned)
         else:
             self.add("tp", "all-reduce", of_row * last + learned)
@@ -133,7 +141,7 @@ class LayerTraffic(StepTraffic):
         if self.config.adapter.adapter_type == "lora":
             low = times * self.tokens * self.config.adapter.lora_rank * self.width
             if self.cuts_sequence:
-                self.add("tp", "all-gather", low * (of_columns * adapted[0] + adapted[1]))
+                self.add("tp", "all-gather", low * (low_again + adapted[1]))
                 self.add("tp", "reduce-scatter", low * (adapted[0] + of_row * adapted[1]))
             else:
                 self.add("tp", "all-reduce", low * (adapted[0] + of_row * adapted[1]))
@@ -147,9 +155,15 @@ class LayerTraffic(StepTraffic):
 
     def _attention(self, name: str, attention: AttentionSpec, forwards: int) -> None:
         layout = self.config.layout
-        sizes = {"width": self.width, "tp": layout.tp, "cp": layout.cp}
-        is_ring = self.config.parallel.cp_comm_type == "p2p"
-        for exchange in attention.exchanges(self.tokens, **sizes, is_ring=is_ring, cuts_sequence=self.cuts_sequence):
+        sizes: dict[str, int] = {"width": self.width, "tp": layout.tp, "cp": layout.cp}
+        exchanges = attention.exchanges(
+            self.tokens,
+            **sizes,
+            is_ring=self.config.parallel.cp_comm_type == "p2p",
+            cuts_sequence=self.cuts_sequence,
+            sends_latents=self.config.sends_latents,
+        )
+        for exchange in exchanges:
             again = exchange.in_core and "core_attn" in self.recomputed
             learns = exchange.section is None or self.learns_before or not self.freezes
             learns = learns or self._is_adapted(f"{name}.{exchange.section}")

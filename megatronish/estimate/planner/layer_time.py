@@ -14,6 +14,7 @@ from megatronish.estimate.costs.candidate import Candidate, MeshSizes
 from megatronish.estimate.costs.layer_kind_memory import LayerKind
 from megatronish.estimate.planner.device_speed import Efficiencies, Links, Machine, gradient_seconds, product_seconds
 from megatronish.estimate.planner.workload import Workload
+from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.attention import RingBytes, traded_heads
 from megatronish.specs.costs import AttentionCore, LayerCost, LinearShape
 from megatronish.specs.ends import ends_of
@@ -180,13 +181,18 @@ class LayerClock:
     def passes(self, kind: LayerKind, candidate: Candidate) -> Passes:
         """Times of one layer for a micro-batch."""
         row, mesh, tokens = kind.cost, candidate.mesh, self.tokens(candidate)
+        sends_latents = self._sends_latents(candidate)
         products, of_experts = [0.0, 0.0, 0.0], 0.0
         for linear in row.linears:
             seconds = self._linear(linear, mesh, tokens)
+            if sends_latents and linear.name == "attention.kv_up":  # of every block, in the backward twice
+                opened, of_latents, of_weight = seconds
+                seconds = mesh.cp * opened, mesh.cp * (opened + of_latents), mesh.cp * of_weight
             of_experts += sum(seconds[: 2 if self.work.adapter.is_used else 3]) if linear.copies > 1 else 0.0
             products = [mine + more for mine, more in zip(products, seconds, strict=True)]
         cores = [self._core(core, mesh, candidate.micro_batch) for core in row.cores]
-        ring = [self._context(core, mesh, tokens, cores[n]) for n, core in enumerate(row.cores)]
+        latent = self.work.model.kv_lora_rank + self.work.model.qk_pos_emb_head_dim if sends_latents else None
+        ring = [self._context(core, mesh, tokens, cores[n], latent) for n, core in enumerate(row.cores)]
         attended = [sum(core[0] for core in cores), sum(core[1] for core in cores)]
         pointwise = self._pointwise(row, candidate, tokens)
         exchanged = self._expert_transfers(row, mesh, tokens)
@@ -218,6 +224,12 @@ class LayerClock:
             backward = backward.plus(self._again(kind, candidate, forward, core))
         hideable = min(tensor, weight.total) + sum(part[2] for part in ring)
         return Passes(forward, backward, weight, hideable, of_experts + 2 * exchanged if has_experts else 0.0)
+
+    def _sends_latents(self, candidate: Candidate) -> bool:
+        """Whether latents go round the ring, as `Config.sends_latents` says it of a run."""
+        mesh, work = candidate.mesh, self.work
+        goes_round = mesh.cp > 1 and work.ring and work.model.has_small_latents(mesh.tp)
+        return goes_round and not work.adapter.is_used and not SCHEDULES[candidate.schedule].has_weight_gradients
 
     def _again(self, kind: LayerKind, candidate: Candidate, forward: Parts, core: Parts) -> Parts:
         """What selective recomputation adds to a backward: the parts of a layer that --recompute-modules names."""
@@ -358,11 +370,12 @@ class LayerClock:
         return sublayers * gathers * self.links.gather(tp, 1, nbytes)
 
     def _context(
-        self, core: AttentionCore, mesh: MeshSizes, tokens: int, seconds: tuple[float, float]
+        self, core: AttentionCore, mesh: MeshSizes, tokens: int, seconds: tuple[float, float], latent: int | None
     ) -> tuple[float, float, float]:
         """What cp adds forward and backward, and what of it attention can hide.
 
-        Keys and values go round a ring, in the backward with sums of their gradients; or heads are traded for sequence.
+        Keys and values go round a ring, or `latent` numbers a token, in the backward with sums of their gradients; or
+        heads are traded for sequence.
         """
         cp, tp, width = mesh.cp, mesh.tp, self.work.element_bytes
         if cp == 1:
@@ -372,7 +385,8 @@ class LayerClock:
             heads = traded_heads(core.num_heads, keys_values // (2 * core.query_size), tp=tp, cp=cp)
             exchange = self.links.all_to_all(cp, tp, width * tokens * heads * core.query_size / tp)
             return exchange, exchange, 0.0
-        ring, rate = RingBytes.of(tokens * keys_values // tp, cp=cp, width=width), self.links.bandwidth(cp, tp)
+        block = tokens * (keys_values // tp if latent is None else latent)
+        ring, rate = RingBytes.of(block, cp=cp, width=width), self.links.bandwidth(cp, tp)
         forward = ring.forward / rate + (cp - 1) * self.links.latency
         last = ring.last / rate + self.links.latency  # behind nothing
         backward = (ring.backward - ring.last) / rate + 2 * (cp - 1) * self.links.latency
