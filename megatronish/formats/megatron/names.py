@@ -16,13 +16,15 @@ MLPs have the gate's rows before the up-projection's, on each rank.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
 from megatronish.formats.megatron.experts import SEQUENTIAL, expert_rules, expert_sharding
 from megatronish.formats.megatron.our_arguments import check_counterpart
 from megatronish.formats.tensor_rule import TensorRule
@@ -37,6 +39,8 @@ EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 BEFORE_CORE = "language_model."
+BERT_HEAD = "lm_head.dense."  # in all versions; a T5 has an lm_head without it
+CROSS_ATTENTION = ("cross_attention.", "inter_attention.")  # of decoders that read an encoder, since and before core
 NO_WEIGHTS = ("_extra_state", "inv_freq")  # states of Transformer Engine and buffers of old rotary embeddings
 
 # Our modules and theirs; {} is weight or bias.
@@ -102,6 +106,21 @@ def local_name(name: str) -> str:
     for theirs, other in LOCAL.items():
         name = name.replace(theirs, other)
     return name
+
+
+def refuse_encoder(folder: Path, names: Collection[str]) -> None:
+    """UserError for a BERT or a T5, which are known by names of tensors: `args` are the same for all models."""
+    if any(part in name for name in names for part in CROSS_ATTENTION):
+        raise UserError(
+            f"{folder} holds a T5 of Megatron-LM, whose decoder has cross attention; its tensors are not read here; "
+            "convert one of Hugging Face (--from hf), or train one with pretrain_t5.py"
+        )
+    if any(name.startswith(BERT_HEAD) for name in names):
+        raise UserError(
+            f"{folder} holds a BERT of Megatron-LM, which normalises before a sublayer and once after the last; BERT "
+            "here is the published one, which normalises after each; convert one of Hugging Face (--from hf), or train "
+            "one with pretrain_bert.py"
+        )
 
 
 def megatron_name(name: str) -> str:

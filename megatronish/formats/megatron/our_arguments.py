@@ -9,15 +9,8 @@ import torch
 from megatronish.config.sections.block import BlockOptions
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.formats.megatron.arguments import (
-    LINEAR_SCALING,
-    LLAMA3,
-    PATTERNS,
-    SAME,
-    arguments_of_experts,
-    expert_flags,
-    without_counterpart,
-)
+from megatronish.formats.megatron.arguments import LINEAR_SCALING, LLAMA3, PATTERNS, SAME
+from megatronish.formats.megatron.expert_arguments import arguments_of_experts, expert_flags, without_counterpart
 from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.weights import Description
 
