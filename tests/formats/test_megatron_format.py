@@ -458,7 +458,7 @@ def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     (tmp_path / "iter_0000003").mkdir()
     (tmp_path / "iter_0000003" / ".metadata").touch()
-    with pytest.raises(UserError, match="its save was not finished, or it is in .* torch_dcp or fsdp_dtensor"):
+    with pytest.raises(UserError, match=r"its save was not finished, or it is in .* torch_dcp or fsdp_dtensor"):
         megatron.read(tmp_path)
 
 
