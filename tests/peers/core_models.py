@@ -15,8 +15,9 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from peer_on_cpu import core_on_cpu
 from torch import Tensor
 
@@ -86,6 +87,21 @@ EXPERTS: dict[str, Any] = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
     "moe_router_load_balancing_type": "none",
+}
+LATENT: dict[str, Any] = EXPERTS | {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 4,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+    "kv_channels": 4,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.5,
 }
 TYPED: dict[str, dict[str, Any]] = {
     "gpt2": {},
@@ -166,6 +182,19 @@ TYPED: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 8,
         "moe_shared_expert_gate": True,
     },
+    "latent": LATENT,
+    "latent without one of queries": LATENT
+    | {"q_lora_rank": None, "qk_layernorm": False, "rope_type": "rope", "mscale_all_dim": 0.0},
+    "deepseek-v3": LATENT
+    | {
+        "num_experts": 4,
+        "moe_router_dtype": "fp32",
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_ffn_hidden_size": 12,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": 20,
+    },
     "nemotron": {
         "kv_channels": 8,
         "position_embedding_type": "rope",
@@ -178,6 +207,13 @@ TYPED: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
+
+
+class CoreOfLatents(DotProductAttention):
+    """Core of attention without the engine, which does not know by itself that keys and values may differ in size."""
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
 
 
 @contextlib.contextmanager
@@ -199,9 +235,8 @@ def arguments(name: str, tp_size: int, pp_size: int, **others: Any) -> Namespace
 
 def their_model(args: Namespace) -> Any:
     """What Megatron-LM builds of its arguments on this rank."""
-    config = {
-        field.name: getattr(args, field.name) for field in dataclasses.fields(TransformerConfig) if field.name in args
-    }
+    kind: Any = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    config = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if field.name in args}
     config |= {
         "layernorm_epsilon": args.norm_epsilon,
         "layernorm_zero_centered_gamma": args.apply_layernorm_1p,
@@ -217,14 +252,21 @@ def their_model(args: Namespace) -> Any:
         config |= {"activation_func": quick_gelu, "gated_linear_unit": True}
     elif args.squared_relu:
         config["activation_func"] = squared_relu
-    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=args.qk_layernorm,
+        normalization=args.normalization,
+        multi_latent_attention=args.multi_latent_attention,
+    )
     if args.num_experts is not None:  # the dispatcher that runs on a CPU
         config |= {"num_moe_experts": args.num_experts, "moe_token_dispatcher_type": "allgather"}
         spec = get_gpt_decoder_block_spec(
-            TransformerConfig(**config), use_transformer_engine=False, normalization=args.normalization
+            kind(**config), use_transformer_engine=False, normalization=args.normalization
         )
+    for layer in getattr(spec, "layer_specs", [spec]):
+        if args.multi_latent_attention:
+            layer.submodules.self_attention.submodules.core_attention = CoreOfLatents
     model = GPTModel(
-        TransformerConfig(**config),
+        kind(**config),
         spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

@@ -65,6 +65,7 @@ from megatronish.launch.place import Place  # noqa: E402
 @pytest.fixture
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(3)
     with the_peer(1, 1):
         yield
 
@@ -191,7 +192,7 @@ def save_on_rank(
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", ["gpt2", "llama 3", "qwen", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt2", "llama 3", "qwen", "gpt-oss", "latent"])
 def test_so_it_is_in_layouts_of_two_ranks(tmp_path: Path, name: str, tp_size: int, pp_size: int) -> None:
     ours = write_here(tmp_path / "ours", name, tp_size, pp_size)
     theirs = run_ranks(2, load_on_rank, tmp_path / "ours", tp_size, pp_size)[-1]

@@ -54,6 +54,7 @@ TWO_RANKS = [
     ("gpt-oss", (2, 1, 1)),
     ("gpt-oss", (1, 2, 1)),
     ("deepseek", (1, 1, 2)),
+    ("latent", (2, 1, 1)),
 ]
 """Models and layouts: tensor, pipeline and expert parallel size."""
 

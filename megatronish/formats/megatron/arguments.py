@@ -18,6 +18,7 @@ from typing import Any
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.megatron.expert_arguments import check_experts, expert_fields, refused_of_experts
+from megatronish.formats.megatron.latent import check_latent, latent_fields
 from megatronish.formats.megatron.values import LARGEST, is_on, pattern_of, quote, value_of
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (),
     "hybrid_layer_pattern": (),
     "hybrid_override_pattern": (),
-    "mtp_num_layers": (),
-    "multi_latent_attention": (),
     "onnx_safe": (),
     "qk_l2_norm": (),
 }
@@ -95,9 +94,11 @@ def model_of(args: Mapping[str, Any], *, before_core: bool) -> ModelConfig:
         fields.pop("activation_func_clamp_value", None)
     fields["window_size"] = _window(args)
     fields |= {name: pattern_of(args, name) for name in PATTERNS} | expert_fields(args)
-    model = ModelConfig(**fields | _positions(args))
+    latent = latent_fields(args)
+    model = ModelConfig(**fields | (latent or _positions(args)))
     _check_patterns(model)
     check_experts(model)
+    check_latent(model)
     # Numbers that are valid one by one, and together no model: unequal groups, tensors beyond any memory.
     if model.num_attention_heads % model.num_kv_heads:
         raise UserError(f"its {model.num_attention_heads} heads cannot share {model.num_kv_heads} key/value heads")

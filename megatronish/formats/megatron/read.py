@@ -24,6 +24,7 @@ from megatronish.core.errors import UserError
 from megatronish.formats.megatron.arguments import model_of, seq_length_of, vocab_size_of
 from megatronish.formats.megatron.experts import by_expert
 from megatronish.formats.megatron.grid import RankGrid, RankTensor, one_of
+from megatronish.formats.megatron.latent import WAY_DOWN
 from megatronish.formats.megatron.names import (
     BEFORE_CORE,
     EMBEDDING,
@@ -32,6 +33,7 @@ from megatronish.formats.megatron.names import (
     LATEST,
     LAYER,
     NO_WEIGHTS,
+    PREDICTION,
     RELEASE,
     canonical_name,
     cuts,
@@ -205,15 +207,24 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
     vocab_size = vocab_size_of(first.args, vocab_size, padded=padded, path=first.path)
     description = Description(model=model, vocab_size=vocab_size, seq_length=seq_length_of(first.args))
     # Phase 3, lazily: global tensors. A tied model has a copy of the embedding on its last stage, which must be equal.
-    wanted = cuts(description, padded_vocab_size=padded)
+    wanted = cuts(description, padded_vocab_size=padded, cuts_ways_down=_cuts_ways_down(parts, model))
     copies = parts.pop(HEAD, None) if model.tied else None
     left_out = dict.fromkeys(first.others, "a state or a buffer of Megatron-LM that is no weight")
+    left_out |= {name: PREDICTION for name in parts if name.startswith("mtp.")}
+    parts = {name: of_name for name, of_name in parts.items() if name not in left_out}
     tensors = {name: _merged(folder, name, ranks, wanted.get(name)) for name, ranks in parts.items()}
     if copies is not None:
         of_first = parts[EMBEDDING]
         tensors[EMBEDDING] = _with_copy(tensors[EMBEDDING], of_first, copies, folder)
         left_out[HEAD] = "the last stage's copy of the embedding, compared with it when that is read"
     return Model(replace(description, left_out=left_out), tensors)
+
+
+def _cuts_ways_down(parts: Mapping[str, Sequence[RankTensor]], model: ModelConfig) -> bool:
+    """Whether tensor ranks have parts of the ways down to latents, as in megatron-core's own layers."""
+    rows = {"q": model.q_lora_rank, "kv": model.kv_lora_rank + model.qk_pos_emb_head_dim}
+    ways = {name: match[1] for name in parts if (match := WAY_DOWN.fullmatch(name))}
+    return any(parts[name][0].shape[:1] != (rows[kind],) for name, kind in ways.items())
 
 
 def _by_global_name(ranks: list[list[RankFile]], folder: Path, model: ModelConfig) -> dict[str, list[RankTensor]]:

@@ -20,7 +20,8 @@ from megatronish.checkpoint.foreign import ListedTensor
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.megatron.experts import name_in_file
-from megatronish.formats.megatron.names import canonical_name
+from megatronish.formats.megatron.latent import name_of_norms
+from megatronish.formats.megatron.names import PREDICTION, canonical_name
 
 IN_A_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?(\D.*)")
 HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
@@ -29,7 +30,7 @@ EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d{1,9})\.)?(linear_fc[12]\.wei
 
 NO_WEIGHTS = {
     r"(chained_\d+\.)?optimizer\.": "the state of Megatron-LM's optimizer",
-    r"mtp\.": "of multi-token prediction, which is not read here",
+    r"mtp\.": PREDICTION,
     r".*(_extra_state|inv_freq)(/.*)?$": "a state or a buffer of Megatron-LM that is no weight",
     r".*\.(local_)?tokens_per_expert$": "a state or a buffer of Megatron-LM that is no weight",
 }
@@ -112,6 +113,8 @@ def keys_of(name: str, model: ModelConfig, *, is_local: bool) -> tuple[str, ...]
         rest = re.sub(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)", r"mlp.experts.experts.\2.\1", rest)
         if not is_local:
             rest = name_in_file(rest, is_grouped=True)
+    if model.multi_latent_attention:
+        rest = name_of_norms(rest, is_local=is_local)
     key = f"decoder.layers.{layer}.{rest}"
     is_halved = model.is_gated and re.fullmatch(r".*\.linear_fc1\.(weight|bias)", key)
     return tuple(f"{key}_{half}" for half in HALVES) if is_halved else (key,)
