@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from expert_models import write_family
 from megatron_files import VOCAB_SIZE, assert_same, describe, lazy, load, random_model
 from paths import GOLDEN
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatronish.checkpoint.foreign import BytesPlace, ListedTensor, Rectangle, write_listing
@@ -23,6 +25,7 @@ from megatronish.formats.convert import convert
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.megatron.torch_dist import write as torch_dist
 from megatronish.formats.megatron.torch_dist.files import DistributedFiles
+from megatronish.formats.safetensors import FILE
 from megatronish.formats.start import of_another_format
 from megatronish.formats.weights import Model, from_ours
 
@@ -236,6 +239,19 @@ def test_conversions_between_all_formats_are_proved(tmp_path: Path, capsys: pyte
     assert main([*words[:4], "--load", str(tmp_path / "again"), "--save", "x", "--max-shard-bytes", "1"]) == 2
     for path in (tmp_path / "dist").rglob("*.distcp"):
         assert path.read_bytes() == (tmp_path / "again" / path.relative_to(tmp_path / "dist")).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
+def test_families_of_experts_go_there_and_come_back(tmp_path: Path, name: str) -> None:
+    """From Hugging Face over both of Megatron-LM's formats, in which every argument that the model needs is kept."""
+    theirs = write_family(tmp_path / "theirs", name, rms_norm_eps=1e-6)
+    for source, target, here, there in (
+        ("hf", "megatron-dist", theirs, tmp_path / "dist"),
+        ("megatron", "megatron", tmp_path / "dist", tmp_path / "ranks"),
+        ("megatron", "hf", tmp_path / "ranks", tmp_path / "back"),
+    ):
+        assert not convert(here, there, source=source, target=target).unmatched_in
+    assert_same(load_file(tmp_path / "back" / FILE), load_file(theirs / FILE))
 
 
 def test_large_models_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
