@@ -32,7 +32,7 @@ _MORE = {
         (_PLANNER, name): name
         for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     },
-    (_CORE, "MCoreMetadata"): "Metadata",  # of its versions 0.14 and 0.15
+    (_CORE, "MCoreMetadata"): "Metadata",  # of its versions before 0.16
     (_CORE, "MCoreSavePlan"): "SavePlan",
 }
 """Names that Megatron-LM's pickles have in addition: objects, the plans of all ranks, and its own versions of both."""

@@ -3,10 +3,12 @@
 import io
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from megatron_files import VOCAB_SIZE, assert_same, describe, lazy, load, random
 from paths import GOLDEN
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint import metadata, planner
 
 from megatronish.checkpoint.foreign import BytesPlace, ListedTensor, Rectangle, write_listing
 from megatronish.commands.convert import main
@@ -269,6 +272,25 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: py
     with pytest.raises(RunError, match="could not be written: No space left on device"):
         save(tmp_path / "a", GPT2, random_model(GPT2))
     assert not list(tmp_path.iterdir())
+
+
+def test_listings_in_classes_of_megatron_core_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions before 0.16 have them, with the plans of all ranks."""
+    expected = random_model(GPT2)
+    iteration = save(tmp_path, GPT2, expected)
+    module = ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for name, base in (("MCoreMetadata", metadata.Metadata), ("MCoreSavePlan", planner.SavePlan)):
+        setattr(module, name, type(name, (base,), {"__module__": module.__name__}))
+    parents = module.__name__.split(".")
+    for number in range(1, len(parents)):
+        monkeypatch.setitem(sys.modules, ".".join(parents[:number]), ModuleType(parents[number - 1]))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    written = pickle.loads((iteration / ".metadata").read_bytes())
+    item = planner.WriteItem(metadata.MetadataIndex("a"), planner.WriteItemType.BYTE_IO)
+    listing = module.MCoreMetadata(**vars(written))
+    listing.all_local_plans, listing.mcore_data = [module.MCoreSavePlan([item])], {"a": {"shape": torch.Size([2])}}
+    (iteration / ".metadata").write_bytes(pickle.dumps(listing))
+    assert_same(load(tmp_path)[1], expected)
 
 
 # What is left out, and what is unknown.

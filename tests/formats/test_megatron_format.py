@@ -511,9 +511,11 @@ def test_what_is_no_weight_is_passed_over_and_what_is_unknown_is_left(tmp_path: 
         content["model"]["decoder.layers.2.mlp.linear_fc1._extra_state"] = io.BytesIO(b"state")
         content["model"]["rotary_pos_emb.inv_freq"] = torch.zeros(3)
         content["model"]["binary_head.weight"] = torch.zeros(3)
+        content["model"]["mtp.layers.0.enorm.weight"] = torch.zeros(3)
 
     rewrite(tmp_path / "a", add)
     description, theirs = megatron.read(tmp_path / "a")
+    assert description.left_out["mtp.layers.0.enorm.weight"] == "of multi-token prediction, which is not read here"
     assert to_ours(theirs, megatron.rules(description)).left_over == ("binary_head.weight",)
 
 

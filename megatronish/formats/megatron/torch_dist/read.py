@@ -1,7 +1,6 @@
 """Reader of Megatron-LM checkpoints in its format `torch_dist`, whatever layout wrote them; tensors are lazy."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,34 +37,34 @@ def read(folder: Path, *, vocab_size: int | None = None) -> Model:
         parts = parts_by_name(kept, model)
     except UserError as error:
         raise UserError(f"{folder} cannot be converted: {error}") from error
-    if EMBEDDING not in parts:
+    padded = next(iter(files.tensors[parts[EMBEDDING][0].key].shape), 0) if EMBEDDING in parts else 0
+    if not padded:
         raise UserError(f"{folder} holds no {EMBEDDING}, so it holds no GPT; name another")
-    padded = files.tensors[parts[EMBEDDING][0].key].shape[0]
     vocab_size = vocab_size_of(args, vocab_size, padded=padded, path=folder / COMMON)
     description = Description(model=model, vocab_size=vocab_size, seq_length=seq_length_of(args), left_out=left_out)
     wanted = {name: cut.shape for name, cut in cuts(description, padded_vocab_size=padded).items()}
     # 3. Lazily: global tensors.
-    if model.tied and HEAD in parts:  # a second name of the embedding, which newer versions do not write
-        left_out |= {part.key: "a copy of the embedding, with which it is tied" for part in parts.pop(HEAD)}
     tensors = {name: _lazy(files, name, of_name, wanted.get(name)) for name, of_name in parts.items()}
-    return Model(replace(description, left_out=left_out), tensors)
+    return Model(description, tensors)
 
 
 def _lazy(
     files: DistributedFiles, name: str, parts: Sequence[TensorPart], wanted: tuple[int, ...] | None
 ) -> LazyTensor:
     """Lazy tensor of the parts' rows; UserError unless its shape is `wanted`, or has more rows of a vocabulary."""
-    shapes = [files.tensors[part.key].shape[len(part.at) :] for part in parts]
-    dtype = files.tensors[parts[0].key].dtype
-    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
-    is_padded = name in (EMBEDDING, HEAD) and wanted is not None and shape[0] >= wanted[0]
-    fits = shape[1:] == wanted[1:] and is_padded if is_padded and wanted else shape == wanted
-    if any(each[1:] != shape[1:] for each in shapes) or (wanted is not None and not fits):
+    forms = [(files.tensors[part.key].shape[len(part.at) :], files.tensors[part.key].dtype) for part in parts]
+    shape, dtype = forms[0]
+    if len(parts) > 1 and shape:
+        shape = (len(parts) * shape[0], *shape[1:])
+    # Rows of a vocabulary after the true ones are padding, and are not read.
+    is_vocabulary = name in (EMBEDDING, HEAD) and len(shape) == 2
+    kept = wanted if wanted and is_vocabulary and shape[0] >= wanted[0] and shape[1:] == wanted[1:] else shape
+    if kept != (wanted or kept) or len(set(forms)) > 1:
         raise UserError(
             f"{files.folder}: {name} is {list(shape)}, and its arguments ask for {list(wanted or ())}; its weights and "
             "its arguments are of two models"
         )
-    return LazyTensor(wanted or shape, dtype, partial(_read, files, parts, wanted or shape, dtype))
+    return LazyTensor(kept, dtype, partial(_read, files, parts, kept, dtype))
 
 
 def _read(files: DistributedFiles, parts: Sequence[TensorPart], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
