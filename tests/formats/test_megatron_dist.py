@@ -162,6 +162,7 @@ def test_names_are_those_of_the_implementation(tmp_path: Path) -> None:
     assert f"{layer}.mlp.linear_fc1.layer_norm_weight" in names["local"] - both
     assert f"{layer}.pre_mlp_layernorm.weight" in names["transformer_engine"] - both
     assert f"{layer}.self_attention.core_attention._extra_state/shard_0_1" in names["transformer_engine"] - both
+    assert "decoder.final_layernorm._extra_state/shard_0_1" in names["transformer_engine"] - both
 
 
 def test_torch_loads_what_is_written(tmp_path: Path) -> None:

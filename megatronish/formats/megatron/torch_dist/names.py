@@ -126,7 +126,8 @@ def states_of(keys: Iterable[str], *, is_local: bool) -> list[str]:
     Transformer Engine has more of them, norms and the core of attention among them, depending on its version: those
     that a version does not have are passed over.
     """
-    pattern = rf"(decoder\..*\.{r'linear_[a-z0-9_]+' if is_local else r'[a-z0-9_]+'})\.weight(_[wv])?"
+    kind = r".*\.linear_[a-z0-9_]+" if is_local else r"(?:.*\.)?[a-z0-9_]+"
+    pattern = rf"(decoder\.{kind})\.weight(_[wv])?"
     modules = dict.fromkeys(match[1] for key in keys if (match := re.fullmatch(pattern, key)))
     if not is_local:
         layers = [match[1] for name in modules if (match := re.fullmatch(r"(.*\.self_attention)\.linear_proj", name))]
