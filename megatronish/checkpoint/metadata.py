@@ -12,12 +12,13 @@ overlap, and each has its bytes in some file.
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -29,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from megatronish.core.pickles import SealedCall, exactly, refuse_bombs, shape_of
 
 METADATA = ".metadata"
-RECORDS = {
+OBJECT = "BytesStorageMetadata"
+RECORDS: Mapping[str, set[str]] = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -53,18 +55,22 @@ class _PlainRecord:
 
     state: Any = None
 
+    def __init__(self, *_arguments: object) -> None: ...
+
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, more: Mapping[tuple[str, str], str]) -> None:
         super().__init__(io.BytesIO(data))
+        self._more = more
         # Classes by name, new ones for each pickle: a pickle can change the attributes of a class.
         self._classes: dict[str, type[_PlainRecord]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in RECORDS.get(module, ()):
+        if name in RECORDS.get(module, ()) or (module, name) in self._more:
+            name = self._more.get((module, name), name)
             return self._classes.setdefault(name, type(name, (_PlainRecord,), {}))
         if (module, name) in PLAIN:
             return PLAIN[module, name]
@@ -75,20 +81,30 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which torch does not write there")
 
 
-def parse_metadata(data: bytes) -> Metadata:
-    """Content of `.metadata`; raises an exception of any class if it is not what torch writes there."""
+def parse_metadata(data: bytes, *, more: Mapping[tuple[str, str], str] | None = None) -> Metadata:
+    """Content of `.metadata`; raises an exception of any class if it is not what torch writes there.
+
+    `more` are names, (module, name), that a checkpoint of others may have too, with the class of which their records
+    are; a record of a class of its own is not looked at. One of class `OBJECT` is an object that is no tensor.
+    """
     # Plain records only: no class or function of torch has run yet.
     refuse_bombs(data)
-    metadata = _state(_MetadataUnpickler(data).load(), "Metadata")
+    metadata = _state(_MetadataUnpickler(data, more or {}).load(), "Metadata")
     # name -> shape, dtype and rectangles; (name, offset of a rectangle) -> file, offset and length in bytes.
-    tensors = {_checked(name, str): _tensor(record) for name, record in metadata["state_dict_metadata"].items()}
+    entries = {_checked(name, str): record for name, record in metadata["state_dict_metadata"].items()}
+    objects = {name: BytesStorageMetadata() for name, record in entries.items() if _is_object(record)}
+    tensors = {name: _tensor(record) for name, record in entries.items() if name not in objects}
     places = dict(_storage_entry(index, record) for index, record in metadata["storage_data"].items())
     # Each rectangle needs its bytes. More bytes than rectangles do no harm: nothing asks for them.
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
             if MetadataIndex(name, chunk.offsets) not in places:
                 raise ValueError(f"it does not say where {name} lies")
-    return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
+    return Metadata({**tensors, **objects}, storage_data=places, storage_meta=StorageMeta())
+
+
+def _is_object(record: Any) -> bool:
+    return isinstance(record, _PlainRecord) and type(record).__name__ == OBJECT
 
 
 def _tensor(record: Any) -> TensorStorageMetadata:
@@ -142,7 +158,9 @@ def _storage_entry(index: Any, record: Any) -> tuple[MetadataIndex, _StorageInfo
     if place.get("transform_descriptors"):
         raise ValueError(f"{name} is transformed, which is not done here")
     offset, length = _size((place["offset"], place["length"]))
-    return MetadataIndex(_checked(key["fqn"], str), _size(key["offset"])), _StorageInfo(name, offset, length)
+    offset_in_tensor = key.get("offset")  # objects have none
+    where = None if offset_in_tensor is None else _size(offset_in_tensor)
+    return MetadataIndex(_checked(key["fqn"], str), where), _StorageInfo(name, offset, length)
 
 
 def _state(record: Any, class_name: str, form: type = dict) -> Any:

@@ -81,7 +81,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
                     # its sum, so a rectangle is in memory once, and its bytes are not read again.
                     for item in plan.items:
                         start = stream.tell()
-                        torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], stream))
+                        torch.save(compact(planner.resolve_data(item)), cast(IO[bytes], stream))
                         length = stream.tell() - start
                         place = _StorageInfo(name, start, length)
                         results.append(_SummedResult(item.index, length, place, stream.spans[-1]))
@@ -90,7 +90,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
                     if not isinstance(file, RemoteFile):
                         os.fsync(file.fileno())
             except RuntimeError as error:
-                raise _cause(error) from error
+                raise cause_of(error) from error
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -115,13 +115,13 @@ class CheckpointWriter(dcp.FileSystemWriter):
         Checksums(self.folder, spans).write()
 
 
-def _compact(view: Any) -> Tensor:
+def compact(view: Any) -> Tensor:
     """Tensor on the host in memory of its own: of a view, torch.save would write the whole storage."""
     tensor = in_memory(view.detach()).cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _cause(error: BaseException) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """OSError that torch's writer has wrapped in an error of its own; the error itself if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):

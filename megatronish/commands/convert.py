@@ -15,7 +15,7 @@ from megatronish.core.errors import UserError
 from megatronish.formats.hf.family import CONFIG
 from megatronish.formats.start import of_another_format
 
-FormatName = Literal["hf", "megatronish", "megatron"]
+FormatName = Literal["hf", "megatronish", "megatron", "megatron-dist"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class ConvertArguments:
     """What is converted into what."""
 
     source: Annotated[FormatName, tyro.conf.arg(name="from")]
-    """The format of --load."""
-    target: Annotated[Literal["hf", "megatronish", "megatron", "peft"], tyro.conf.arg(name="to")]
-    """The format of --save. peft: the adapter of a run, by itself."""
+    """The format of --load. megatron: what Megatron-LM saved, in its format torch or torch_dist."""
+    target: Annotated[Literal["hf", "megatronish", "megatron", "megatron-dist", "peft"], tyro.conf.arg(name="to")]
+    """The format of --save. megatron: its format torch; megatron-dist: its torch_dist; peft: an adapter by itself."""
     load: Path
     """A Hugging Face folder, or org/name of its hub, or Megatron-LM's folder, or our run folder or one in it."""
     save: Path

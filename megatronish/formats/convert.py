@@ -23,6 +23,7 @@ from megatronish.formats.adapters import merged, read_native
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.load_sharded import check_source, check_target
 from megatronish.formats.megatron import read as megatron
+from megatronish.formats.megatron.torch_dist import write as torch_dist
 from megatronish.formats.peft import folder as peft
 from megatronish.formats.read_adapter import read_adapter, refuse_other_model
 from megatronish.formats.safetensors import nbytes_of
@@ -62,6 +63,13 @@ FORMATS = {
             "expert_tensor_parallel_size": "--target-expert-tensor-parallel-size",
             "transformer_impl": "--transformer-impl",
         },
+    ),
+    "megatron-dist": Format(
+        megatron.read,
+        megatron.rules,
+        torch_dist.write,
+        reads={"vocab_size": "--vocab-size"},
+        writes={"transformer_impl": "--transformer-impl"},
     ),
 }
 

@@ -13,7 +13,8 @@ from megatronish.core.errors import UserError
 from megatronish.formats.hf.config import read_hf_config
 from megatronish.formats.hf.family import CONFIG
 
-_MEGATRON = "latest_checkpointed_iteration.txt"  # LATEST of formats/megatron/names.py, which needs torch
+_MEGATRON = ("latest_checkpointed_iteration.txt", "common.pt")
+"""Files of Megatron-LM's folders, as formats/megatron/ names them, which needs torch."""
 
 
 def read_start(checkpoint: CheckpointConfig) -> Start | None:
@@ -43,7 +44,7 @@ def of_another_format(load: Path) -> str | None:
         return None
     if (load / CONFIG).is_file():
         return f"--load {load} holds no checkpoint; it holds a Hugging Face model: use --load-hf {load}"
-    if (load / _MEGATRON).is_file():
+    if any((load / name).is_file() for name in _MEGATRON):
         return (
             f"--load {load} holds no checkpoint; it holds Megatron-LM's: convert it with megatronish convert "
             "--from megatron"

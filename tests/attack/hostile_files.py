@@ -15,7 +15,7 @@ from typing import Any
 from forked import Command
 from hostile_configs import importer_files, json_files, lists_of_data, records_of_runs, toml_files
 from hostile_values import DEEP, PASSWORD, with_odd_value
-from hostile_weights import checkpoint_pickles, foreign_pickles, index_files, safetensors_files
+from hostile_weights import checkpoint_pickles, distributed_pickles, foreign_pickles, index_files, safetensors_files
 from inputs import CHATS, TEXT, TOML, Good, Input, pretrain
 
 
@@ -380,7 +380,16 @@ def tokenizer_models(good: Good, folder: Path, numbers: random.Random) -> Input:
 HOSTILE_FILES: dict[str, Callable[[Good, Path, random.Random], Input]] = {
     each.__name__: each
     for each in (
-        *(foreign_pickles, checkpoint_pickles, safetensors_files, index_files, packed_files, lines, importer_files),
+        *(
+            foreign_pickles,
+            distributed_pickles,
+            checkpoint_pickles,
+            safetensors_files,
+            index_files,
+            packed_files,
+            lines,
+        ),
+        importer_files,
         *(toml_files, lists_of_data, json_files, records_of_runs, path_flags, unreadable, sizes, passwords),
         tokenizer_models,
     )

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from forked import Command
 from hostile_values import CANARY, DEEP, with_odd_value
 from inputs import TEXT, Good, Input, pretrain
 from saved_runs import sealed
 
 from megatronish.checkpoint.checksums import Checksums, Span
+from megatronish.checkpoint.foreign import BytesPlace, ListedTensor, Rectangle, read_listing, write_listing
 
 # Pickles.
 
@@ -131,6 +133,50 @@ def foreign_pickles(good: Good, folder: Path, numbers: random.Random) -> Input:
     else:
         how = _in_archive(path, data, numbers)
     return Input(f"{target}: {what} {how}", Command(argv, folder), must_fail=True)
+
+
+def distributed_pickles(good: Good, folder: Path, numbers: random.Random) -> Input:
+    """Bombs in .metadata, common.pt and rectangles of Megatron-LM's torch_dist, and listings that lie."""
+    (load,) = good.copy("megatron-dist", to=folder)
+    iteration = load / "release"
+    what, data = numbers.choice(list(pickled_bombs(folder / CANARY).items()))
+    place = numbers.choice((".metadata", "common.pt", "rectangle", "listing"))
+    if place == ".metadata":
+        (iteration / place).write_bytes(data)
+    elif place == "common.pt":
+        what += _in_archive(iteration / place, data, numbers)
+    else:
+        listing = read_listing(iteration)
+        name = numbers.choice(sorted(listing.tensors))
+        shape, dtype, (rectangle,) = listing.tensors[name]
+        if place == "rectangle":
+            what += _in_archive(iteration / "__9_0.distcp", data, numbers)
+            lie = BytesPlace("__9_0.distcp", 0, (iteration / "__9_0.distcp").stat().st_size)
+            forged = ListedTensor(shape, dtype, (rectangle._replace(place=lie),))
+        else:
+            what, forged = numbers.choice(list(_lies(listing.tensors[name]).items()))
+        write_listing(iteration, listing.tensors | {name: forged}, listing.objects)
+    argv = ("convert", "--from", "megatron", "--to", "hf", "--load", str(load), "--save", str(folder / "out"))
+    return Input(f"torch_dist {place}: {what}", Command(argv, folder), must_fail=True)
+
+
+def _lies(tensor: ListedTensor) -> dict[str, ListedTensor]:
+    """A tensor as a listing may describe it wrongly."""
+    shape, dtype, (rectangle,) = tensor
+    file, start, length = rectangle.place
+    huge = (*shape[:-1], 2**40)
+    empty = (0,) * len(shape)
+    return {
+        "huge": ListedTensor(huge, dtype, (rectangle._replace(sizes=huge),)),
+        "none": ListedTensor(shape, dtype, ()),
+        "empty": ListedTensor(empty, dtype, (rectangle._replace(sizes=empty),)),
+        "short": ListedTensor(shape, dtype, (rectangle._replace(place=BytesPlace(file, start, length // 2)),)),
+        "elsewhere": ListedTensor(shape, dtype, (rectangle._replace(place=BytesPlace(file, start + 7, length)),)),
+        "far away": ListedTensor(shape, dtype, (rectangle._replace(place=BytesPlace(file, 2**61, 2**61)),)),
+        "no bytes": ListedTensor(shape, dtype, (rectangle._replace(place=BytesPlace(file, start, 0)),)),
+        "another type": ListedTensor(shape, torch.float64, (rectangle,)),
+        "a number": ListedTensor((), dtype, (Rectangle((), (), rectangle.place),)),
+    }
 
 
 def checkpoint_pickles(good: Good, folder: Path, numbers: random.Random) -> Input:

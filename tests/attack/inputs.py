@@ -21,6 +21,7 @@ from test_place import ALL
 from test_torchrun_and_srun import SLURM
 
 from megatronish.config.fields import FIELDS
+from megatronish.formats.convert import convert
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def make_good(folder: Path) -> Good:
     folder.mkdir()
     write_tokens(folder / "text")
     train_on_ranks(tiny(folder / "run", "--train-iters 2 --save-interval 1 --eval-iters 1 --eval-interval 1"))
+    convert(folder / "run", folder / "megatron-dist", source="megatronish", target="megatron-dist")
     write_chat_model(folder / "model")
     write_adapter(folder / "adapter", seed=1)
     lines = [said("question", "answer"), said("q", "a" * 50), said("x", "y", system="s"), said("a", "b", "c", "d")]

@@ -18,7 +18,7 @@ from megatronish.config.sections.training import parse_batch_sizes
 from megatronish.core.errors import UserError, shown
 from megatronish.data import readers
 from megatronish.formats import safetensors
-from megatronish.formats.megatron.arguments import value_of
+from megatronish.formats.megatron.values import value_of
 from megatronish.formats.torch_file.archive import TorchFile
 from megatronish.formats.torch_file.unpickler import Storage, Stored
 from megatronish.launch.os_errors import mishap

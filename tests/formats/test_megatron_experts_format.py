@@ -26,7 +26,8 @@ from megatronish.core.errors import UserError
 from megatronish.core.layout import ExpertLayout
 from megatronish.formats.convert import convert
 from megatronish.formats.megatron import read as megatron
-from megatronish.formats.megatron.arguments import SAME_OF_EXPERTS, model_of
+from megatronish.formats.megatron.arguments import model_of
+from megatronish.formats.megatron.expert_arguments import SAME_OF_EXPERTS
 from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.weights import LazyTensor, Model, from_ours
 from megatronish.inference.load import load_model

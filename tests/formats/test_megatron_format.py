@@ -98,7 +98,34 @@ GPT_OSS = ModelConfig(
     no_rope_freq="[0, 0, 0, 1]",
     make_vocab_size_divisible_by=4,
 )
-SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen": QWEN, "nemotron": NEMOTRON, "gpt-oss": GPT_OSS}
+LATENT = ModelConfig(
+    num_layers=4,
+    hidden_size=16,
+    num_attention_heads=4,
+    ffn_hidden_size=24,
+    position_embedding_type="rope",
+    rotary_interleaved=True,
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    multi_latent_attention=True,
+    qk_layernorm=True,
+    q_lora_rank=8,
+    kv_lora_rank=6,
+    qk_head_dim=4,
+    qk_pos_emb_head_dim=2,
+    v_head_dim=6,
+    make_vocab_size_divisible_by=4,
+)
+LATENTS: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "kv_lora_rank": 4,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+}
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen": QWEN, "nemotron": NEMOTRON, "gpt-oss": GPT_OSS, "latent": LATENT}
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "transformer_impl": impl}
     for tp, pp, impl in (
@@ -115,7 +142,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", some_of(SHAPES, ["gpt2", "llama", "gpt-oss"]))
+@pytest.mark.parametrize("name", some_of(SHAPES, ["gpt2", "llama", "gpt-oss", "latent"]))
 def test_every_layout_comes_back_and_becomes_every_other(tmp_path: Path, name: str) -> None:
     expected = random_model(SHAPES[name])
     for number, layout in enumerate(LAYOUTS):
@@ -137,7 +164,7 @@ def test_the_arguments_describe_the_same_model(tmp_path: Path, name: str) -> Non
     told = replace(  # what is derived from the other fields is told in the arguments
         config,
         ffn_hidden_size=config.ffn_size,
-        kv_channels=config.head_size,
+        kv_channels=None if config.multi_latent_attention else config.head_size,
         max_position_embeddings=8,
     )
     assert description.model == told
@@ -378,7 +405,20 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         (lambda content: content.pop("checkpoint_version"), "checkpoint_version 0, whose queries"),
         (without("hidden_size", "seq_length"), "its arguments lack hidden_size, seq_length"),
         (change_args(num_experts=8), r"its experts have biases \(add_bias_linear\)"),
-        (change_args(multi_latent_attention=True), r"multi_latent_attention \(True\), which our model does not have"),
+        (change_args(onnx_safe=True), r"onnx_safe \(True\), which our model does not have"),
+        (change_args(multi_latent_attention=True), r"its arguments lack kv_lora_rank, .* the sizes of its latents"),
+        (change_args(**LATENTS, rotary_interleaved=True), "latent attention has rotary_interleaved True"),
+        (change_args(**LATENTS, rope_type="longrope"), "rope_type is 'longrope'; supported are rope and yarn"),
+        (
+            change_args(**LATENTS, rope_type="rope", rotary_scaling_factor=4.0, mscale_all_dim=1.0),
+            "rotary_scaling_factor and mscale_all_dim change the scores",
+        ),
+        (
+            change_args(**LATENTS | {"position_embedding_type": "learned_absolute"}),
+            "position_embedding_type 'learned_abs",
+        ),
+        (change_args(**LATENTS | {"qk_pos_emb_head_dim": 3}), "do not fit together: qk_pos_emb_head_dim=3"),
+        (change_args(**LATENTS | {"kv_lora_rank": 2**31 - 1, "q_lora_rank": 2**31 - 1}), "kv_lora_rank among them"),
         (change_args(softmax_type="sparse"), "argument softmax_type is 'sparse'"),
         (change_args(window_attn_skip_freq="2"), "argument window_attn_skip_freq is '2'; a number or a list"),
         (
@@ -458,7 +498,7 @@ def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     (tmp_path / "iter_0000003").mkdir()
     (tmp_path / "iter_0000003" / ".metadata").touch()
-    with pytest.raises(UserError, match="torch_dist, and only its format torch is supported"):
+    with pytest.raises(UserError, match=r"its save was not finished, or it is in .* torch_dcp or fsdp_dtensor"):
         megatron.read(tmp_path)
 
 
@@ -471,9 +511,11 @@ def test_what_is_no_weight_is_passed_over_and_what_is_unknown_is_left(tmp_path: 
         content["model"]["decoder.layers.2.mlp.linear_fc1._extra_state"] = io.BytesIO(b"state")
         content["model"]["rotary_pos_emb.inv_freq"] = torch.zeros(3)
         content["model"]["binary_head.weight"] = torch.zeros(3)
+        content["model"]["mtp.layers.0.enorm.weight"] = torch.zeros(3)
 
     rewrite(tmp_path / "a", add)
     description, theirs = megatron.read(tmp_path / "a")
+    assert description.left_out["mtp.layers.0.enorm.weight"] == "of multi-token prediction, which is not read here"
     assert to_ours(theirs, megatron.rules(description)).left_over == ("binary_head.weight",)
 
 
@@ -595,7 +637,11 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], before_core: 
     [
         ({"position_embedding_type": "alibi"}, "no counterpart for position_embedding_type=alibi; keep this model in"),
         ({"embed_layernorm": True}, "no counterpart for embed_layernorm"),
-        ({"multi_latent_attention": True}, "multi_latent_attention=True cannot be kept as a checkpoint of Megatron-LM"),
+        ({"multi_latent_attention": True}, "no counterpart for latent attention without rotary_interleaved"),
+        (
+            {"multi_latent_attention": True, "rotary_interleaved": True, "latent_norm_epsilon": 1e-3},
+            r"no counterpart for latent_norm_epsilon=0.001 \(there it is norm_epsilon=1e-05\)",
+        ),
         ({"model_type": "t5"}, r"model_type=t5 \(its T5 has names and tensors that are not written here\); keep this"),
         ({"model_type": "bert"}, r"model_type=bert \(its BERT normalises before a sublayer\); keep this model in"),
         (

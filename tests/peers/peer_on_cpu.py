@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -25,13 +26,15 @@ class _OnCpu(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def core_on_cpu(tp_size: int, pp_size: int) -> Iterator[None]:
+def core_on_cpu(tp_size: int, pp_size: int, ep_size: int = 1) -> Iterator[None]:
     """megatron-core's process groups, within a default group that ends with them."""
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    patch.setattr(torch.cuda, "synchronize", lambda *_: None)  # before a checkpoint is written
     patch.setattr(Tensor, "cuda", lambda self, *_args, **_kwargs: self)
     patch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # routers ask for it, with the engine or without
-    parallel_state.initialize_model_parallel(tp_size, pp_size)
+    patch.setattr(multi_latent_attention, "TELinear", type("TELinear", (), {}))  # asked for by isinstance
+    parallel_state.initialize_model_parallel(tp_size, pp_size, expert_model_parallel_size=ep_size)
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # the others ask CUDA for its generator
     try:
         with _OnCpu():

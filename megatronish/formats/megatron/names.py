@@ -16,13 +16,16 @@ MLPs have the gate's rows before the up-projection's, on each rank.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatronish.config.sections.model import ModelConfig
+from megatronish.core.errors import UserError
+from megatronish.formats.megatron import latent
 from megatronish.formats.megatron.experts import SEQUENTIAL, expert_rules, expert_sharding
 from megatronish.formats.megatron.our_arguments import check_counterpart
 from megatronish.formats.tensor_rule import TensorRule
@@ -37,6 +40,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 BEFORE_CORE = "language_model."
+BERT_HEAD = "lm_head.dense."  # in all versions; a T5 has an lm_head without it
+CROSS_ATTENTION = ("cross_attention.", "inter_attention.")  # of decoders that read an encoder, since and before core
+PREDICTION = "of multi-token prediction, which is not read here"
 NO_WEIGHTS = ("_extra_state", "inv_freq")  # states of Transformer Engine and buffers of old rotary embeddings
 
 # Our modules and theirs; {} is weight or bias.
@@ -50,7 +56,7 @@ IN_A_LAYER = {
     "mlp_norm": "mlp.linear_fc1.layer_norm_{}",
     "mlp.fc1": "mlp.linear_fc1.{}",
     "mlp.fc2": "mlp.linear_fc2.{}",
-}
+} | latent.NAMES
 AROUND_LAYERS = {
     "embedding.tokens": "embedding.word_embeddings.{}",
     "embedding.positions": "embedding.position_embeddings.{}",
@@ -58,15 +64,19 @@ AROUND_LAYERS = {
     "head": "output_layer.{}",
 }
 # Beginnings of names in other implementations, as patterns, and their replacements.
-RENAMED_IN_A_LAYER = {
-    r"(input_layernorm|input_norm)\.": "self_attention.linear_qkv.layer_norm_",
-    r"(pre_mlp_layernorm|post_attention_layernorm|post_attention_norm)\.": "mlp.linear_fc1.layer_norm_",
-    r"(self_)?attention\.query_key_value\.": "self_attention.linear_qkv.",
-    r"(self_)?attention\.dense\.": "self_attention.linear_proj.",
-    r"(self_)?attention\.([qk])_(layer)?norm\.": r"self_attention.\2_layernorm.",
-    r"mlp\.dense_h_to_4h\.": "mlp.linear_fc1.",
-    r"mlp\.dense_4h_to_h\.": "mlp.linear_fc2.",
-} | SEQUENTIAL
+RENAMED_IN_A_LAYER = (
+    {
+        r"(input_layernorm|input_norm)\.": "self_attention.linear_qkv.layer_norm_",
+        r"(pre_mlp_layernorm|post_attention_layernorm|post_attention_norm)\.": "mlp.linear_fc1.layer_norm_",
+        r"(self_)?attention\.query_key_value\.": "self_attention.linear_qkv.",
+        r"(self_)?attention\.dense\.": "self_attention.linear_proj.",
+        r"(self_)?attention\.([qk])_(layer)?norm\.": r"self_attention.\2_layernorm.",
+        r"mlp\.dense_h_to_4h\.": "mlp.linear_fc1.",
+        r"mlp\.dense_4h_to_h\.": "mlp.linear_fc2.",
+    }
+    | SEQUENTIAL
+    | latent.FUSED_NORMS
+)
 RENAMED = {
     r"language_model\.(encoder|transformer)\.layers\.": "decoder.layers.",
     r"language_model\.(encoder|transformer)\.(final_layernorm|final_norm)\.": "decoder.final_layernorm.",
@@ -104,6 +114,21 @@ def local_name(name: str) -> str:
     return name
 
 
+def refuse_encoder(folder: Path, names: Collection[str]) -> None:
+    """UserError for a BERT or a T5, which are known by names of tensors: `args` are the same for all models."""
+    if any(part in name for name in names for part in CROSS_ATTENTION):
+        raise UserError(
+            f"{folder} holds a T5 of Megatron-LM, whose decoder has cross attention; its tensors are not read here; "
+            "convert one of Hugging Face (--from hf), or train one with pretrain_t5.py"
+        )
+    if any(name.startswith(BERT_HEAD) for name in names):
+        raise UserError(
+            f"{folder} holds a BERT of Megatron-LM, which normalises before a sublayer and once after the last; BERT "
+            "here is the published one, which normalises after each; convert one of Hugging Face (--from hf), or train "
+            "one with pretrain_bert.py"
+        )
+
+
 def megatron_name(name: str) -> str:
     """Megatron-LM's name of our parameter, outside of expert layers."""
     module, _, kind = name.rpartition(".")
@@ -131,7 +156,8 @@ def _rule(name: str, model: ModelConfig) -> TensorRule:
     theirs = (megatron_name(name),)
     if ".attention.qkv." in name:
         return TensorRule(name, theirs, partial(sections_of, model=model), partial(groups_of, model=model))
-    if model.apply_layernorm_1p != model.qk_layernorm_1p and name.endswith(("q_norm.weight", "k_norm.weight")):
+    one_plus = model.apply_layernorm_1p != model.qk_layernorm_1p and not model.multi_latent_attention
+    if one_plus and name.endswith(("q_norm.weight", "k_norm.weight")):
         # One flag of theirs is of all norms: of heads, too.
         more = 1 if model.apply_layernorm_1p else -1
         return TensorRule(name, theirs, lambda parts: parts[0] + more, lambda whole: (whole - more,))
@@ -153,8 +179,11 @@ def groups_of(whole: Tensor, *, model: ModelConfig) -> tuple[Tensor]:
     return (torch.cat([part.unflatten(0, (groups, -1)) for part in sections], dim=1).flatten(0, 1),)
 
 
-def cuts(description: Description, *, padded_vocab_size: int) -> dict[str, Sharding]:
-    """Shardings of their tensors, by their names: shapes without padding, and the cuts of tensor parallelism."""
+def cuts(description: Description, *, padded_vocab_size: int, cuts_ways_down: bool = False) -> dict[str, Sharding]:
+    """Shardings of their tensors, by their names: shapes without padding, and the cuts of tensor parallelism.
+
+    `cuts_ways_down`: those to latents are cut, too, as in megatron-core's own layers.
+    """
     shardings: dict[str, Sharding] = {}
     for name, sharding in description.shardings().items():
         if of_experts := _of_experts(name, sharding):
@@ -164,8 +193,8 @@ def cuts(description: Description, *, padded_vocab_size: int) -> dict[str, Shard
         theirs = megatron_name(name)
         if theirs in (EMBEDDING, HEAD):
             sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp", (padded_vocab_size,)),))
-        elif ".linear_qkv." in theirs and sharding.cuts:  # groups stay whole; its norm is not cut
-            sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp"),))
+        elif (".linear_qkv." in theirs and sharding.cuts) or (cuts_ways_down and latent.WAY_DOWN.fullmatch(theirs)):
+            sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp"),))  # groups stay whole; its norm is not cut
         shardings[theirs] = sharding
     return shardings
 

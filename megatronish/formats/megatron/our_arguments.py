@@ -9,16 +9,10 @@ import torch
 from megatronish.config.sections.block import BlockOptions
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.formats.megatron.arguments import (
-    LINEAR_SCALING,
-    LLAMA3,
-    PATTERNS,
-    SAME,
-    arguments_of_experts,
-    expert_flags,
-    without_counterpart,
-)
+from megatronish.formats.megatron.arguments import LINEAR_SCALING, LLAMA3, PATTERNS, SAME
+from megatronish.formats.megatron.expert_arguments import arguments_of_experts, expert_flags, without_counterpart
 from megatronish.formats.megatron.grid import RankGrid
+from megatronish.formats.megatron.latent import latent_arguments, latent_flags, latent_without_counterpart
 from megatronish.formats.weights import Description
 
 
@@ -34,11 +28,6 @@ def check_counterpart(model: ModelConfig) -> None:
         raise refuse(f"model_type={model.model_type} (its BERT normalises before a sublayer)")
     if model.block != "transformer":
         raise refuse(f"block={model.block}")
-    if model.multi_latent_attention:
-        raise UserError(
-            "multi_latent_attention=True cannot be kept as a checkpoint of Megatron-LM yet; keep this model in another "
-            "format"
-        )
     if model.position_embedding_type == "alibi":
         raise refuse("position_embedding_type=alibi")
     if model.embed_layernorm:
@@ -57,9 +46,9 @@ def check_counterpart(model: ModelConfig) -> None:
             raise refuse(name)
     if model.activation == "gelu_tanh" and model.disable_bias_linear:
         raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
-    if model.rope_scaling == "yarn":
+    if model.rope_scaling == "yarn" and not model.multi_latent_attention:
         raise refuse("rope_scaling_type=yarn")
-    if what := without_counterpart(model):
+    if what := without_counterpart(model) or latent_without_counterpart(model):
         raise refuse(what)
     if model.rope_scaling == "llama3":
         for name, value in LLAMA3.items():
@@ -122,6 +111,7 @@ def arguments_of(
             "consumed_train_samples": 0,
             "consumed_valid_samples": 0,
         }
+        | latent_arguments(model)
     )
 
 
@@ -154,7 +144,7 @@ def flags_to_type(args: Mapping[str, Any]) -> list[str]:
     flags += [f"--{name.replace('_', '-')} '{args[name]}'" for name in PATTERNS if args[name] is not None]
     if args["quick_geglu"] or (args["add_bias_linear"] and not args["swiglu"] and not args["bias_gelu_fusion"]):
         flags.append("--no-bias-gelu-fusion")
-    return flags + expert_flags(args)
+    return flags + expert_flags(args) + latent_flags(args)
 
 
 def _plain(value: Any) -> Any:

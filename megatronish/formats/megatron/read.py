@@ -8,7 +8,6 @@ Reading has three phases. The pickles of all ranks give names and shapes of thei
 one tensor are merged when it is used, one part in memory in addition to the whole (`_merged`).
 """
 
-import logging
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +21,10 @@ from torch import Tensor
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.formats.megatron.arguments import model_of, quote, seq_length_of, true_vocab_size
+from megatronish.formats.megatron.arguments import model_of, seq_length_of, vocab_size_of
 from megatronish.formats.megatron.experts import by_expert
 from megatronish.formats.megatron.grid import RankGrid, RankTensor, one_of
+from megatronish.formats.megatron.latent import WAY_DOWN
 from megatronish.formats.megatron.names import (
     BEFORE_CORE,
     EMBEDDING,
@@ -33,13 +33,18 @@ from megatronish.formats.megatron.names import (
     LATEST,
     LAYER,
     NO_WEIGHTS,
+    PREDICTION,
     RELEASE,
     canonical_name,
     cuts,
     local_shape,
     place,
+    refuse_encoder,
     rules,
 )
+from megatronish.formats.megatron.torch_dist.files import is_distributed
+from megatronish.formats.megatron.torch_dist.read import read as read_distributed
+from megatronish.formats.megatron.values import quote
 from megatronish.formats.megatron.write import write
 from megatronish.formats.torch_file.archive import TorchFile, memory_of
 from megatronish.formats.torch_file.unpickler import Arguments, Stored
@@ -53,11 +58,6 @@ from megatronish.parallel.sharding import Sharding
 OLDEST_VERSION = 2.0  # before it, the rows of query_key_value had other orders
 ITERATION = re.compile(r"[0-9]{1,18}")
 CHUNK = re.compile(r"model(\d*)")
-BERT_HEAD = "lm_head.dense."  # in all versions; a T5 has an lm_head without it
-CROSS_ATTENTION = (
-    "cross_attention.",
-    "inter_attention.",
-)  # of decoders that read an encoder, since and before the core
 DEPTH = 8  # levels of nested dicts in models older than megatron-core
 
 
@@ -84,11 +84,6 @@ def folder_of(load: Path) -> Path:
                 f"{latest} says {quote(text)} and must say a number or {RELEASE}; name one iteration's folder"
             )
         load = load / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
-    if (load / ".metadata").is_file():
-        raise UserError(
-            f"{load} is in Megatron-LM's format torch_dist, and only its format torch is supported; let Megatron-LM "
-            "convert it, with --ckpt-convert-format torch --ckpt-convert-save DIR"
-        )
     return load
 
 
@@ -182,7 +177,6 @@ def _flat(
 
 
 __all__ = ["read", "rules", "write"]
-logger = logging.getLogger(__name__)
 
 
 def read(load: Path, *, vocab_size: int | None = None) -> Model:
@@ -191,6 +185,8 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
     The vocabulary without padding is `vocab_size`, else that of the arguments, else, with a warning, the padded one.
     """
     folder = folder_of(load)
+    if is_distributed(folder):
+        return read_distributed(folder, vocab_size=vocab_size)
     first = read_rank(first_file(folder))
     before_core = any(name.startswith(BEFORE_CORE) for chunk in first.chunks.values() for name in chunk)
     # Phase 1: the model from the first rank's arguments, and the tensors of all ranks, unread.
@@ -200,18 +196,22 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
         raise UserError(f"{first.path} cannot be converted: {error}") from error
     # Phase 2: parts of each tensor in the order of the tensor ranks, by its global name.
     grid, ranks = read_ranks(folder, first)
-    _refuse_encoder(folder, ranks)
+    refuse_encoder(
+        folder, {name for stage in ranks for rank in stage for chunk in rank.chunks.values() for name in chunk}
+    )
     parts = by_expert(_by_global_name(ranks, folder, model), grid, model.num_experts, folder=folder)
     if EMBEDDING not in parts:
         raise UserError(f"{folder} holds no {EMBEDDING}, so it holds no GPT; name another")
     # The padded vocabulary is the sum of the ranks' rows [V_padded / tp, D] of the embedding.
     padded = sum(part.shape[0] for part in parts[EMBEDDING])
-    vocab_size = _vocab_size(vocab_size, first, padded)
+    vocab_size = vocab_size_of(first.args, vocab_size, padded=padded, path=first.path)
     description = Description(model=model, vocab_size=vocab_size, seq_length=seq_length_of(first.args))
     # Phase 3, lazily: global tensors. A tied model has a copy of the embedding on its last stage, which must be equal.
-    wanted = cuts(description, padded_vocab_size=padded)
+    wanted = cuts(description, padded_vocab_size=padded, cuts_ways_down=_cuts_ways_down(parts, model))
     copies = parts.pop(HEAD, None) if model.tied else None
     left_out = dict.fromkeys(first.others, "a state or a buffer of Megatron-LM that is no weight")
+    left_out |= {name: PREDICTION for name in parts if name.startswith("mtp.")}
+    parts = {name: of_name for name, of_name in parts.items() if name not in left_out}
     tensors = {name: _merged(folder, name, ranks, wanted.get(name)) for name, ranks in parts.items()}
     if copies is not None:
         of_first = parts[EMBEDDING]
@@ -220,20 +220,11 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
     return Model(replace(description, left_out=left_out), tensors)
 
 
-def _refuse_encoder(folder: Path, ranks: list[list[RankFile]]) -> None:
-    """UserError for a BERT or a T5, which are known by names of tensors: `args` are the same for all models."""
-    names = {name for stage in ranks for rank in stage for chunk in rank.chunks.values() for name in chunk}
-    if any(part in name for name in names for part in CROSS_ATTENTION):
-        raise UserError(
-            f"{folder} holds a T5 of Megatron-LM, whose decoder has cross attention; its tensors are not read here; "
-            "convert one of Hugging Face (--from hf), or train one with pretrain_t5.py"
-        )
-    if any(name.startswith(BERT_HEAD) for name in names):
-        raise UserError(
-            f"{folder} holds a BERT of Megatron-LM, which normalises before a sublayer and once after the last; BERT "
-            "here is the published one, which normalises after each; convert one of Hugging Face (--from hf), or train "
-            "one with pretrain_bert.py"
-        )
+def _cuts_ways_down(parts: Mapping[str, Sequence[RankTensor]], model: ModelConfig) -> bool:
+    """Whether tensor ranks have parts of the ways down to latents, as in megatron-core's own layers."""
+    rows = {"q": model.q_lora_rank, "kv": model.kv_lora_rank + model.qk_pos_emb_head_dim}
+    ways = {name: match[1] for name in parts if (match := WAY_DOWN.fullmatch(name))}
+    return any(parts[name][0].shape[:1] != (rows[kind],) for name, kind in ways.items())
 
 
 def _by_global_name(ranks: list[list[RankFile]], folder: Path, model: ModelConfig) -> dict[str, list[RankTensor]]:
@@ -289,21 +280,6 @@ def _chunk(stage: list[RankFile], chunk: int) -> dict[str, list[RankTensor]]:
                 )
     # 2. Names are translated once the ranks agree, so errors name what is in the files.
     return {canonical_name(name): [rank.chunks[chunk][name] for rank in stage] for name in first.chunks[chunk]}
-
-
-def _vocab_size(asked: int | None, first: RankFile, padded: int) -> int:
-    if asked is not None and not 0 < asked <= padded:
-        raise UserError(f"vocab_size={asked} does not fit the {padded} rows of the embedding; give the true vocabulary")
-    # Megatron-LM pads the vocabulary for its tensor ranks, and old arguments do not say by how much.
-    given = true_vocab_size(first.args)
-    if asked is None and (given is None or given > padded):
-        logger.warning(
-            "%s does not say its true vocabulary; all %d rows are kept, padding included, unless vocab_size says less",
-            first.path,
-            padded,
-        )
-        return padded
-    return asked or given or padded
 
 
 def _merged(folder: Path, name: str, parts: list[RankTensor], cut: Sharding | None) -> LazyTensor:

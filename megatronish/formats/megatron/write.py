@@ -20,6 +20,7 @@ from megatronish.core.errors import UserError
 from megatronish.core.files import new_folder
 from megatronish.formats.megatron.experts import EXPERT, name_in_file
 from megatronish.formats.megatron.grid import RankGrid
+from megatronish.formats.megatron.latent import name_of_norms
 from megatronish.formats.megatron.names import (
     EMBEDDING,
     FILE,
@@ -61,9 +62,9 @@ def write(
     description, tensors = model
     etp = tensor_parallel_size if expert_tensor_parallel_size is None else expert_tensor_parallel_size
     grid = RankGrid(tensor_parallel_size, pipeline_parallel_size, expert_parallel_size, etp)
-    _check_layout(description.model, grid)
+    _check_layout(description.model, grid, is_local=transformer_impl == "local")
     padded = description.model.padded_vocab_size(description.vocab_size, grid.tp)
-    wanted = cuts(description, padded_vocab_size=padded)
+    wanted = cuts(description, padded_vocab_size=padded, cuts_ways_down=transformer_impl == "local")
     args = arguments_of(description, grid, transformer_impl=transformer_impl, dtype=tensors[EMBEDDING].dtype)
     with new_folder(save, decisive=LATEST) as folder:
         for pp in range(grid.pp):
@@ -74,7 +75,7 @@ def write(
         logger.warning("Megatron-LM's --use-checkpoint-args leaves out %s; type that too", " ".join(flags))
 
 
-def _check_layout(model: ModelConfig, grid: RankGrid) -> None:
+def _check_layout(model: ModelConfig, grid: RankGrid, *, is_local: bool) -> None:
     has_dense = not all(model.expert_layers)
     of_experts = (
         ()
@@ -86,6 +87,14 @@ def _check_layout(model: ModelConfig, grid: RankGrid) -> None:
             ("features of the shared experts", model.moe_shared_expert_intermediate_size or 0, "tensor", grid.tp),
         )
     )
+    latents = (
+        ()
+        if not (model.multi_latent_attention and is_local)
+        else (
+            ("features of the queries' latent", model.q_lora_rank or 0, "tensor", grid.tp),
+            ("features of the latent and its key", model.kv_lora_rank + model.qk_pos_emb_head_dim, "tensor", grid.tp),
+        )
+    )
     if model.num_experts is None and grid.ep > 1:
         raise UserError(f"a model without experts cannot be cut by an expert parallel size of {grid.ep}; leave it out")
     for what, number, axis, size in (
@@ -94,6 +103,7 @@ def _check_layout(model: ModelConfig, grid: RankGrid) -> None:
         ("features of the MLP", model.ffn_size if has_dense else 0, "tensor", grid.tp),
         ("layers", model.num_layers, "pipeline", grid.pp),
         *of_experts,
+        *latents,
     ):
         if size < 1 or number % size:
             fitting = [n for n in range(1, min(number, 64) + 1) if number % n == 0]
@@ -124,6 +134,8 @@ class _Stage(NamedTuple):
                     rest = f"{rest.removesuffix(expert[2])}{number}"
                 if model.expert_layers[layer]:
                     rest = name_in_file(rest, is_grouped=is_grouped)
+                if model.multi_latent_attention:
+                    rest = name_of_norms(rest, is_local=not is_grouped)
                 if layer // per_stage == self.pp:
                     here = f"decoder.layers.{layer % per_stage}.{rest}"
                     yield here if is_grouped else local_name(here), name, ep

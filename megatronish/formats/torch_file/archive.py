@@ -7,6 +7,7 @@ tensors, and a record `data/KEY` has the bytes of each storage; tensors are stri
 so neither of them has a whole file in memory.
 """
 
+import errno
 import io
 import pickle
 import struct
@@ -18,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,16 +46,48 @@ class _ArchiveRecord(NamedTuple):
     crc: int  # 0 where the writer computed none
 
 
+class _FileSpan(io.RawIOBase):
+    """Bytes [start, start + size) of a file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "a position before the first byte")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        self._file.seek(self._start + self._at)
+        length = max(0, min(len(memory), self._size - self._at))
+        data = self._file.read(length)
+        memory[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
 class TorchFile:
     """Reader of a file of torch.save. UserError if it is missing, damaged, or would run code.
 
-    `content` is the saved object, with `Stored` in the place of tensors.
+    `content` is the saved object, with `Stored` in the place of tensors. With a `span`, (first byte, number of bytes),
+    the file is that part of a larger one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, span: tuple[int, int] | None = None) -> None:
         self.path = path
         try:
-            self._records = _records(path)
+            self._records = _records(path, span)
             self.content = unpickle(self._bytes("data.pkl"))
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}; correct the path, or fetch it again") from error
@@ -123,9 +156,10 @@ class TorchFile:
             raise self._damaged(f"the bytes of its record {name} do not match their checksum")
 
 
-def _records(path: Path) -> dict[str, _ArchiveRecord]:
+def _records(path: Path, span: tuple[int, int] | None) -> dict[str, _ArchiveRecord]:
     """Records of an archive by their names inside its one folder; UserError if it is damaged or compressed."""
-    with path.open("rb") as file:
+    first = 0 if span is None else span[0]
+    with path.open("rb") as whole, whole if span is None else _FileSpan(whole, *span) as file:
         if file.read(2) != b"PK":
             raise UserError(
                 f"{path} is no zip archive, as torch.save writes since torch 1.6; if it is older, load it with torch "
@@ -147,7 +181,7 @@ def _records(path: Path) -> dict[str, _ArchiveRecord]:
             if header[:4] != b"PK\3\4" or len(header) < LOCAL_HEADER:
                 raise UserError(f"{path} is damaged: {entry.filename} is not where it should be; fetch it again")
             name_length, extra_length = struct.unpack("<HH", header[26:])
-            start = entry.header_offset + LOCAL_HEADER + name_length + extra_length
+            start = first + entry.header_offset + LOCAL_HEADER + name_length + extra_length
             records[entry.filename.partition("/")[2]] = _ArchiveRecord(start, entry.file_size, entry.CRC)
     return records
 
