@@ -23,6 +23,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm, residual_norm
 from megatronish.layers.relative_bias import RelativeBias
+from megatronish.layers.shared_heads import KeyValueHeads
 from megatronish.layers.vocabulary import (
     PositionEmbedding,
     VocabParallelEmbedding,
@@ -98,6 +99,7 @@ class BiasedAttention(nn.Module):
             )
             setattr(self, name, linear)
         self.local_sections = {part: size // tp.size for part, size in spec.sections.items()}
+        self.key_value_heads = KeyValueHeads(spec.num_kv_heads, spec.head_size, tp=tp.axis)
         self.out = RowParallelLinear(
             spec.sections["q"], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std, section="o"
         )
@@ -131,9 +133,12 @@ class BiasedAttention(nn.Module):
         return self.out(to_places(attended, cp), drop=context)
 
     def _heads(self, x: Tensor, *parts: str) -> tuple[Tensor, ...]:
-        """[S, B, ...] -> [S, B, n, H] each."""
-        sections = x.split([self.local_sections[part] for part in parts], dim=-1)
-        return tuple(part.unflatten(-1, (-1, self.spec.head_size)) for part in sections)
+        """[S, B, ...] -> [S, B, n, H] each; keys and values come together, and last."""
+        sizes = [self.local_sections[part] for part in parts]
+        sections = dict(zip(parts, x.split(sizes, dim=-1), strict=True))
+        queries = [sections["q"].unflatten(-1, (-1, self.spec.head_size))] if "q" in sections else []
+        shared = self.key_value_heads(sections["k"], sections["v"]) if "k" in sections else ()
+        return *queries, *shared
 
 
 class SideBlock(nn.Module):

@@ -59,8 +59,8 @@ class AttentionRun:
 class Exchange(NamedTuple):
     """Bytes of a collective that a layer does in a forward, and in a backward, of one micro-batch.
 
-    That of the core of attention is `in_core`, and done again with it. A `section` names the adapter without which a
-    backward leaves it out where nothing before it learns.
+    That of the core of attention is `in_core`, and done again with it. `sections` name the adapters without which
+    a backward leaves it out where nothing before it learns; none: it does not.
     """
 
     axis: str
@@ -68,7 +68,7 @@ class Exchange(NamedTuple):
     forward: int
     backward: int
     in_core: bool = True
-    section: str | None = None
+    sections: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,10 @@ class AttentionSpec:
             vectors_name="attention.sinks",
         )
 
+    def heads_over(self, tp: int) -> int:
+        """Key/value heads of all ranks of tp: where several share one, each has the whole of it."""
+        return self.num_kv_heads * ranks_of_a_head(self.num_kv_heads, tp)
+
     # Masks
 
     def is_masked(self, run: AttentionRun) -> bool:
@@ -225,8 +229,10 @@ class AttentionSpec:
 
     def more_kept(self, run: AttentionRun) -> float:
         """Bytes that a GPU keeps more than the cost row says."""
-        heads, kv_heads = (number * self.head_size for number in (self.num_heads, self.num_kv_heads))
-        kept, turns, feature = 0.0, run.has_rope and self.rotary, run.size.feature
+        here = self.heads_over(run.size.tp)
+        heads, kv_heads = (number * self.head_size for number in (self.num_heads, here))
+        turns, feature = run.has_rope and self.rotary, run.size.feature
+        kept = feature * 2 * self.head_size * (here - self.num_kv_heads)  # what ranks that share a head have of others
         if run.cp > 1 and not run.is_ring:
             kept += feature * heads  # the output as it was computed, and as it has come back
         else:
@@ -248,7 +254,7 @@ class AttentionSpec:
     def transients(self, run: AttentionRun) -> float:
         """Bytes that the backward needs besides what was kept."""
         size, heads = run.size, self.num_heads * self.head_size
-        sizes = heads + 2 * self.num_kv_heads * self.head_size
+        sizes = heads + 2 * self.heads_over(size.tp) * self.head_size
         num_bytes = size.residual + size.feature * (sizes + heads)
         if self.is_explicit(run.backend):
             return num_bytes + self._explicit_transients(run)
@@ -309,13 +315,16 @@ class AttentionSpec:
         """What a rank exchanges inside of attention, for so many tokens with elements of `width` bytes."""
         exchanges = []
         if self.qk_norm and self.norm_across_heads:  # a sum of squares of each token, in fp32
-            sums = [Exchange("tp", "all-reduce", tokens * 4, tokens * 4, False, f"attention.qkv.{n}") for n in "qk"]
-            exchanges += sums
+            sums = tokens * 4
+            exchanges += [Exchange("tp", "all-reduce", sums, sums, False, _sections("attention.qkv"))] * 2
+        if ranks_of_a_head(self.num_kv_heads, tp) > 1:  # keys and values of the head that a rank's queries share
+            heads = 2 * tokens * self.head_size * width
+            exchanges += [Exchange("tp", "all-to-all", heads, heads, False, _sections("attention.qkv"))]
         if cp == 1:
             return exchanges
         unit = tokens * self.head_size // tp
         if is_ring:
-            ring = RingBytes.of(2 * unit * self.num_kv_heads, cp=cp, width=width)
+            ring = RingBytes.of(2 * unit * self.heads_over(tp), cp=cp, width=width)
             return [*exchanges, *(Exchange("cp", kind, ring.forward, ring.backward) for kind in ("send", "receive"))]
         traded = unit * traded_heads(self.num_heads, self.num_kv_heads, tp=tp, cp=cp) * width
         return [*exchanges, Exchange("cp", "all-to-all", traded, traded)]
@@ -390,12 +399,13 @@ class BiasedAttentionSpec(AttentionSpec):
         return 4 + (1 + width if run.has_dropout else 2 if width == 2 else 0)
 
     def more_kept(self, run: AttentionRun) -> float:
-        """Nothing is kept that the cost row has not."""
-        return 0.0
+        """What ranks that share a key/value head have of others."""
+        more = self.heads_over(run.size.tp) - self.num_kv_heads
+        return run.size.feature * 2 * self.head_size * float(self.keys) * more
 
     def transients(self, run: AttentionRun) -> float:
         """Gradients of queries, keys and values, and of the scores."""
-        sizes = self.num_heads * self.queries + 2 * self.num_kv_heads * self.keys
+        sizes = self.num_heads * self.queries + 2 * self.heads_over(run.size.tp) * self.keys
         num_bytes = run.size.residual + run.size.feature * self.head_size * float(sizes)
         # In 16 bits the copy of the probabilities is free again when their gradient comes.
         more = 8 if run.size.element == 4 else 6 if run.has_dropout else 4
@@ -408,11 +418,16 @@ class BiasedAttentionSpec(AttentionSpec):
     ) -> list[Exchange]:
         """All-to-all of queries and the output, and of keys and values."""
         assert not is_ring or cp == 1, "scores with a learned bias go round no ring"
+        exchanges = []
+        if ranks_of_a_head(self.num_kv_heads, tp) > 1:
+            shared = int(2 * tokens * self.head_size * width * self.keys)
+            layer = "cross_attention.kv" if self.crosses else "attention.qkv"
+            exchanges += [Exchange("tp", "all-to-all", shared, shared, False, _sections(layer))]
         if cp == 1:
-            return []
-        heads = 2 * self.num_heads * self.queries + 2 * self.num_kv_heads * self.keys
+            return exchanges
+        heads = 2 * self.num_heads * self.queries + 2 * self.heads_over(tp) * self.keys
         size = int(tokens * self.head_size * width * heads) // tp
-        return [Exchange("cp", "all-to-all", size, size)]
+        return [*exchanges, Exchange("cp", "all-to-all", size, size)]
 
 
 class RingBytes(NamedTuple):
@@ -437,6 +452,17 @@ def traded_heads(num_heads: int, num_kv_heads: int, *, tp: int, cp: int) -> int:
 
     Key-value heads are repeated until the ranks of cp can share them out.
     """
+    num_kv_heads = max(num_kv_heads, tp)
     group, on_rank = num_heads // num_kv_heads, num_kv_heads // tp
     copies = next(n for n in range(1, group + 1) if group % n == 0 and on_rank * n % cp == 0)
     return 2 * num_heads + 2 * copies * num_kv_heads
+
+
+def ranks_of_a_head(num_kv_heads: int, tp: int) -> int:
+    """Ranks of tp that share a key/value head, of which each projects a part: 1 where each has whole heads."""
+    return max(1, tp // num_kv_heads)
+
+
+def _sections(layer: str) -> tuple[str, ...]:
+    """Names of the parts of a projection of queries, keys and values, by that of the layer: with one, all learn."""
+    return tuple(f"{layer}.{part}" for part in "qkv")

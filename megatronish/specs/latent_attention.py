@@ -112,14 +112,14 @@ class LatentAttentionSpec(AttentionSpec):
         self, tokens: int, *, width: int, tp: int, cp: int, is_ring: bool, cuts_sequence: bool = False
     ) -> list[Exchange]:
         """As of any attention, of values as wide as keys; and the key that all heads share, or its gradient."""
-        key, section = tokens * self.rotary_size * width, "attention.kv_down.kv_down"
+        key, sections = tokens * self.rotary_size * width, ("attention.kv_down.kv_down",)
         if cuts_sequence:
             shared = [
                 Exchange("tp", "all-gather", key, 0, in_core=False),
-                Exchange("tp", "reduce-scatter", 0, key, False, section),
+                Exchange("tp", "reduce-scatter", 0, key, False, sections),
             ]
         else:
-            shared = [Exchange("tp", "all-reduce", 0, key, False, section)]
+            shared = [Exchange("tp", "all-reduce", 0, key, False, sections)]
         return shared + super().exchanges(
             tokens, width=width, tp=tp, cp=cp, is_ring=is_ring, cuts_sequence=cuts_sequence
         )
