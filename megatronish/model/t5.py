@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatronish.attention.all_to_all import to_heads, to_places
+from megatronish.attention.all_to_all import for_each_rank, to_heads, to_places
 from megatronish.attention.biased import biased_attention
 from megatronish.attention.cached import KeyValueCache
 from megatronish.config.sections.model import ModelConfig
@@ -137,8 +137,10 @@ class BiasedAttention(nn.Module):
         sizes = [self.local_sections[part] for part in parts]
         sections = dict(zip(parts, x.split(sizes, dim=-1), strict=True))
         queries = [sections["q"].unflatten(-1, (-1, self.spec.head_size))] if "q" in sections else []
-        shared = self.key_value_heads(sections["k"], sections["v"]) if "k" in sections else ()
-        return *queries, *shared
+        if "k" not in sections:
+            return tuple(queries)
+        k, v = self.key_value_heads(sections["k"], sections["v"])
+        return *queries, *for_each_rank(k, v, heads=self.num_local_heads, cp=self.core.cp)
 
 
 class SideBlock(nn.Module):

@@ -425,7 +425,8 @@ class BiasedAttentionSpec(AttentionSpec):
             exchanges += [Exchange("tp", "all-to-all", shared, shared, False, _sections(layer))]
         if cp == 1:
             return exchanges
-        heads = 2 * self.num_heads * self.queries + 2 * self.heads_over(tp) * self.keys
+        traded = traded_heads(self.num_heads, self.num_kv_heads, tp=tp, cp=cp) - 2 * self.num_heads
+        heads = 2 * self.num_heads * self.queries + traded * self.keys
         size = int(tokens * self.head_size * width * heads) // tp
         return [*exchanges, Exchange("cp", "all-to-all", size, size)]
 

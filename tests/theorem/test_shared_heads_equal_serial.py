@@ -162,19 +162,22 @@ def norm_not_summed(patch: Patch) -> None:
 
     def planted(self: Norm) -> dict[str, Sharding]:
         stated = shardings(self)
-        return {name: replace(each, partial_over=frozenset()) for name, each in stated.items()} if self.size == 4 else stated
+        if self.size != PROBLEM.model.head_size:
+            return stated
+        return {name: replace(sharding, partial_over=frozenset()) for name, sharding in stated.items()}
 
     patch.setattr(Norm, "shardings", planted)
 
 
 def counted_twice(patch: Patch) -> None:
-    """The squares of what lies on every rank count for each that shares a head."""
-    is_counted = Sharding.is_counted
+    """What the ranks that share a head give its gradient counts twice."""
+    gather = comm.gather_from_neighbours
 
-    def planted(self: Sharding, domain: Any) -> bool:
-        return is_counted(self, domain) or (self.role == "qk_norm" and domain.model["tp"].rank == 1)
+    def planted(x: Tensor, axis: Axis, number: int) -> Tensor:
+        gathered = gather(x, axis, number)
+        return 2 * gathered - gathered.detach()
 
-    patch.setattr(Sharding, "is_counted", planted)
+    patch.setattr(comm, "gather_from_neighbours", planted)
 
 
 MUTATIONS = [
@@ -182,7 +185,7 @@ MUTATIONS = [
     (wrong_head, {"metrics", "gradients"}),
     (parts_in_another_order, {"metrics", "gradients"}),
     (norm_not_summed, {"gradients"}),
-    (counted_twice, {"norm"}),
+    (counted_twice, {"gradients", "norm"}),
 ]
 
 
