@@ -60,7 +60,8 @@ class Exchange(NamedTuple):
     """Bytes of a collective that a layer does in a forward, and in a backward, of one micro-batch.
 
     That of the core of attention is `in_core`, and done again with it. `sections` name the adapters without which
-    a backward leaves it out where nothing before it learns; none: it does not.
+    a backward leaves it out where nothing before it learns; none: it does not. Of weights a backward exchanges gradients
+    if these learn.
     """
 
     axis: str
@@ -69,6 +70,7 @@ class Exchange(NamedTuple):
     backward: int
     in_core: bool = True
     sections: tuple[str, ...] = ()
+    of_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,21 +225,27 @@ class AttentionSpec:
     def repeats_heads(self, run: AttentionRun) -> bool:
         """Whether keys and values are copied, one of each for every query head."""
         is_fp32 = self.is_sdpa(run) and run.size.element == 4 and not self.is_flex(run)
-        return self.num_kv_heads < self.num_heads and (self.has_dense_mask(run) or is_fp32)
+        return self.heads_over(run.size.tp) < self.num_heads and (self.has_dense_mask(run) or is_fp32)
 
     # Memory
 
+    def kept_of_others(self, run: AttentionRun) -> float:
+        """Bytes of keys and values that a rank keeps of those with which it shares a head."""
+        more = self.heads_over(run.size.tp) - self.num_kv_heads
+        return run.size.feature * 2 * self.head_size * more
+
     def more_kept(self, run: AttentionRun) -> float:
         """Bytes that a GPU keeps more than the cost row says."""
-        here = self.heads_over(run.size.tp)
-        heads, kv_heads = (number * self.head_size for number in (self.num_heads, here))
-        turns, feature = run.has_rope and self.rotary, run.size.feature
-        kept = feature * 2 * self.head_size * (here - self.num_kv_heads)  # what ranks that share a head have of others
+        here = self.num_heads, self.heads_over(run.size.tp)
+        heads, kv_heads = (number * self.head_size for number in here)
+        turns, feature, kept = run.has_rope and self.rotary, run.size.feature, 0.0
+        # As they were before they were turned: values are a part of the same tensor, of a shared head without queries.
+        unturned = (0 if ranks_of_a_head(self.num_kv_heads, run.size.tp) > 1 else heads) + kv_heads
         if run.cp > 1 and not run.is_ring:
             kept += feature * heads  # the output as it was computed, and as it has come back
         else:
             if turns:
-                kept += feature * (heads + kv_heads)
+                kept += feature * unturned
             copies = run.micro_batch_size > 1 and not run.has_dropout
             if run.cp == 1 and copies and not self.is_flex(run):
                 kept += feature * heads  # in the order of the heads, and in that of the sequence
@@ -248,7 +256,7 @@ class AttentionSpec:
         if self.repeats_heads(run):
             kept += feature * 2 * heads
             if turns and run.cp == 1:  # nothing else keeps the turned keys, nor what was turned
-                kept -= feature * (heads + 3 * kv_heads)
+                kept -= feature * (unturned + 2 * kv_heads)
         return kept
 
     def transients(self, run: AttentionRun) -> float:
@@ -320,6 +328,9 @@ class AttentionSpec:
         if ranks_of_a_head(self.num_kv_heads, tp) > 1:  # keys and values of the head that a rank's queries share
             heads = 2 * tokens * self.head_size * width
             exchanges += [Exchange("tp", "all-to-all", heads, heads, False, _sections("attention.qkv"))]
+            if self.qk_norm and self.norm_by_head:
+                weights = self.head_size * width
+                exchanges += [Exchange("tp", "all-to-all", weights, weights, False, of_weights=True)]
         if cp == 1:
             return exchanges
         unit = tokens * self.head_size // tp
@@ -399,9 +410,12 @@ class BiasedAttentionSpec(AttentionSpec):
         return 4 + (1 + width if run.has_dropout else 2 if width == 2 else 0)
 
     def more_kept(self, run: AttentionRun) -> float:
-        """What ranks that share a key/value head have of others."""
-        more = self.heads_over(run.size.tp) - self.num_kv_heads
-        return run.size.feature * 2 * self.head_size * float(self.keys) * more
+        """Nothing is kept that the cost row has not."""
+        return 0.0
+
+    def kept_of_others(self, run: AttentionRun) -> float:
+        """As of any attention, of the rows of keys."""
+        return super().kept_of_others(run) * float(self.keys)
 
     def transients(self, run: AttentionRun) -> float:
         """Gradients of queries, keys and values, and of the scores."""

@@ -20,9 +20,10 @@ def _heads_over_tp(config: Config) -> str | None:
 def _key_value_heads_over_tp(config: Config) -> str | None:
     """Complaint about key/value heads that ranks can neither share out nor share, a head for several of them."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
-    heads, size, sharers = model.num_kv_heads, model.head_size, tp // model.num_kv_heads
-    if heads == model.num_attention_heads or heads % tp == 0:
+    heads, sharers = model.num_kv_heads, tp // model.num_kv_heads
+    if model.multi_latent_attention or heads == model.num_attention_heads or heads % tp == 0:
         return None
+    size = model.head_size
     setting, remedy = f"num_query_groups={heads}", f"use --tensor-model-parallel-size {_smaller(model, tp)}"
     if tp % heads:
         return (
@@ -108,7 +109,10 @@ def _backend(config: Config) -> str | None:
 CUT_RULES = (
     ConfigRule(("num_attention_heads", _TP), _heads_over_tp),
     ConfigRule(
-        ("num_attention_heads", "num_query_groups", "group_query_attention", "kv_channels", "hidden_size", _TP),
+        (
+            *("num_attention_heads", "num_query_groups", "group_query_attention", "multi_latent_attention"),
+            *("kv_channels", "hidden_size", _TP),
+        ),
         _key_value_heads_over_tp,
     ),
     ConfigRule(("ffn_hidden_size", "hidden_size", "swiglu", _TP), _ffn_over_tp),

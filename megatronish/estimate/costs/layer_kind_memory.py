@@ -200,6 +200,7 @@ class LayerMemory:
             seq_length=run.seq_length, element_bytes=self.element, score_bytes=scores, device=self.device
         )
         kept = float(self.tokens * self._per_rank(saved))
+        kept += sum(each.kept_of_others(run) for each in getattr(kind.spec, "attentions", ()))
         if self.device == "cpu":
             return kept
         if (more_kept := getattr(kind.spec, "more_kept", None)) is not None:
@@ -217,7 +218,8 @@ class LayerMemory:
     def _kept_for_adapters(self, kind: LayerKind) -> float:
         """What a layer keeps more, or fewer, because its weights are frozen. Rows of experts have no dropout."""
         dense = [linear for linear in kind.cost.linears if linear.copies == 1 and linear.sections]
-        kept = 0.0
+        # A norm whose heads have weights of their own keeps what they are multiplied by for their gradients alone.
+        kept = -self.feature * sum(norm.size * norm.vectors for norm in kind.cost.norms if norm.each_weight)
         if isinstance(attention := getattr(kind.spec, "attention", None), LatentAttentionSpec):
             number = next(place for place, linear in enumerate(dense) if linear.cut == "row") + 1
             kept, dense = self._kept_for_latents(kind, attention, dense[:number]), dense[number:]

@@ -141,6 +141,7 @@ class LayerTraffic(StepTraffic):
             again = exchange.in_core and recompute.recompute_granularity == "selective"
             learns = not exchange.sections or self.learns_before or not self.freezes
             learns = learns or any(self._is_adapted(f"{name}.{section}") for section in exchange.sections)
+            learns = learns and not (exchange.of_weights and self.freezes)
             size = (forwards + again) * exchange.forward + learns * exchange.backward
             self.add(exchange.axis, exchange.collective, self.num_microbatches * size)
 
