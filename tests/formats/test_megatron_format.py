@@ -98,7 +98,8 @@ GPT_OSS = ModelConfig(
     no_rope_freq="[0, 0, 0, 1]",
     make_vocab_size_divisible_by=4,
 )
-SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen": QWEN, "nemotron": NEMOTRON, "gpt-oss": GPT_OSS}
+SHARED = replace(LLAMA, num_query_groups=2, add_qkv_bias=True)
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "shared heads": SHARED, "qwen": QWEN, "nemotron": NEMOTRON, "gpt-oss": GPT_OSS}
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "transformer_impl": impl}
     for tp, pp, impl in (
@@ -115,7 +116,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", some_of(SHAPES, ["gpt2", "llama", "gpt-oss"]))
+@pytest.mark.parametrize("name", some_of(SHAPES, ["gpt2", "shared heads", "gpt-oss"]))
 def test_every_layout_comes_back_and_becomes_every_other(tmp_path: Path, name: str) -> None:
     expected = random_model(SHAPES[name])
     for number, layout in enumerate(LAYOUTS):
@@ -622,7 +623,8 @@ def test_a_model_without_a_counterpart_is_refused(changes: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"tensor_parallel_size": 8}, "4 key/value heads cannot be cut by a tensor parallel size of 8; use 1, 2 or 4"),
+        ({"tensor_parallel_size": 3}, "4 key/value heads cannot be cut by a tensor parallel size of 3; use 1, 2 or 4"),
+        ({"tensor_parallel_size": 16}, "8 heads cannot be cut by a tensor parallel size of 16; use 1, 2, 4 or 8"),
         ({"tensor_parallel_size": 0}, "a tensor parallel size of 0; use"),
         ({"pipeline_parallel_size": 3}, "4 layers cannot be cut by a pipeline parallel size of 3; use 1, 2 or 4"),
     ],
