@@ -60,8 +60,8 @@ class Exchange(NamedTuple):
     """Bytes of a collective that a layer does in a forward, and in a backward, of one micro-batch.
 
     That of the core of attention is `in_core`, and done again with it. `sections` name the adapters without which
-    a backward leaves it out where nothing before it learns; none: it does not. Of weights a backward exchanges gradients
-    if these learn.
+    a backward leaves it out where nothing before it learns; none: it does not. That of weights (`of_weights`) has a
+    backward if these learn.
     """
 
     axis: str
