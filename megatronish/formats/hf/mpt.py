@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.decoder import DecoderNames, decoder, whole_if_equal
+from megatronish.formats.hf.decoder import DecoderNames, decoder
 from megatronish.formats.hf.family import CORRECT, ConfigJson, ModelFamily, first_true
 
 _NAMES = DecoderNames(
@@ -107,6 +107,7 @@ def _read_attention(config: ConfigJson) -> dict[str, Any]:
 
 
 def _write_mpt(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    dropout = model.attention_dropout
     return {
         "d_model": model.hidden_size,
         "n_heads": model.num_attention_heads,
@@ -116,7 +117,7 @@ def _write_mpt(model: ModelConfig, seq_length: int) -> dict[str, Any]:
         "attn_config": {
             "alibi": True,
             "alibi_bias_max": _BIAS_MAX,
-            "attn_pdrop": whole_if_equal(model.attention_dropout),
+            "attn_pdrop": int(dropout) if dropout in (0, 1) else 0,  # transformers reads no fraction there
             "clip_qkv": model.clip_qkv,
             "softmax_scale": None if model.score_factor is None else model.softmax_scale,
         },
