@@ -34,10 +34,7 @@ def all_to_all_attention(
     """[S/cp, B, n, H], [S/cp, B, k, H], [S/cp, B, k, H] -> [S/cp, B, n H] of the places that zigzag.py says."""
     heads = q.shape[2]
     assert heads % cp.size == 0, f"{heads} heads do not divide by cp={cp.size}"
-    repeats = num_repeats(heads, k.shape[2], cp.size)
-    if repeats > 1:
-        k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
-    q, k, v = to_heads((q, k, v), cp)
+    q, k, v = to_heads((q, *for_each_rank(k, v, heads=heads, cp=cp)), cp)
     my_heads = range(cp.rank * q.shape[2], (cp.rank + 1) * q.shape[2])
     out = attend_alone(
         q,
@@ -71,6 +68,12 @@ def to_places(x: Tensor, cp: Axis) -> Tensor:
         return x
     back = comm.all_to_all(to_zigzag(x, cp.size), cp)
     return back.unflatten(0, (cp.size, -1)).movedim(0, 2).flatten(2)
+
+
+def for_each_rank(k: Tensor, v: Tensor, *, heads: int, cp: Axis) -> tuple[Tensor, Tensor]:
+    """[S/cp, B, k, H] each, of so many query heads -> the same, each head so often that ranks of cp share them out."""
+    repeats = num_repeats(heads, k.shape[2], cp.size)
+    return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2))
 
 
 def num_repeats(heads: int, kv_heads: int, cp_size: int) -> int:

@@ -12,6 +12,7 @@ from megatronish.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_n
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.parallel.sharding import Cut, Init, Role, Sharding
+from megatronish.specs.attention import ranks_of_a_head
 
 
 class Norm(nn.Module):
@@ -86,10 +87,10 @@ def residual_norm(config: ModelConfig, *, tp: TensorParallel) -> Norm:
 
 
 class AllHeadsNorm(nn.Module):
-    """RMSNorm over all heads of queries, or of keys, at once (OLMoE): [..., n / tp, H] -> [..., n / tp, H].
+    """RMSNorm over all heads of queries, or of keys, at once (OLMoE): [..., n H / tp] -> [..., n H / tp].
 
-    Heads and weight are cut over tp, so the sum of squares of a token is an all-reduce of one number; in the backward,
-    so is the part of the gradient that comes through it.
+    Features and weight are cut over tp, so the sum of squares of a token is an all-reduce of one number; in the
+    backward, so is the part of the gradient that comes through it.
     """
 
     def __init__(self, size: int, *, epsilon: float, tp: Axis) -> None:
@@ -98,26 +99,27 @@ class AllHeadsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size // tp.size))
 
     def shardings(self) -> dict[str, Sharding]:
-        """Cut over tp, with the heads."""
+        """Cut over tp, with the features."""
         return {"weight": Sharding((self.size,), (Cut(0, "tp"),), role="qk_norm", init=Init(value=1.0))}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., n / tp, H] -> [..., n / tp, H]."""
-        y = _CutRMSNorm.apply(x.flatten(-2), self.weight, self.size, self.epsilon, self.tp)
-        return y.view_as(x)
+        """[..., n H / tp] -> [..., n H / tp]."""
+        return _CutRMSNorm.apply(x, self.weight, self.size, self.epsilon, self.tp)
 
 
 class EachHeadNorm(nn.Module):
     """Norm of each head with a weight of its own and no bias (StableLM, Cohere): [..., n / tp, H] -> [..., n / tp, H].
 
-    The weight, [n H], is cut over tp with the heads.
+    The weight, [n H], is cut over tp with the heads. With n < tp a rank has a part of the weight of a head, which it
+    normalises as its neighbours do, and they send each other their parts.
     """
 
     def __init__(
         self, heads: int, size: int, *, kind: Literal["LayerNorm", "RMSNorm"], epsilon: float, tp: Axis
     ) -> None:
         super().__init__()
-        self.heads, self.size, self.kind, self.epsilon = heads, size, kind, epsilon
+        self.heads, self.size, self.kind, self.epsilon, self.tp = heads, size, kind, epsilon, tp
+        self.sharers = ranks_of_a_head(heads, tp.size)
         self.weight = nn.Parameter(torch.empty(heads * size // tp.size))
 
     def shardings(self) -> dict[str, Sharding]:
@@ -132,7 +134,8 @@ class EachHeadNorm(nn.Module):
             normalised = layer_norm(x, ones, x.new_zeros(self.size), epsilon=self.epsilon)
         else:
             normalised = rms_norm(x, ones, epsilon=self.epsilon)
-        return normalised * self.weight.view(-1, self.size)
+        weight = comm.gather_from_neighbours(self.weight, self.tp, self.sharers) if self.sharers > 1 else self.weight
+        return normalised * weight.view(-1, self.size)
 
 
 class _CutRMSNorm(torch.autograd.Function):

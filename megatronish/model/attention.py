@@ -29,6 +29,7 @@ from megatronish.config.sections.training import EXPLICIT, AttentionBackend
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm, Norm
 from megatronish.layers.recompute import recompute
+from megatronish.layers.shared_heads import KeyValueHeads
 from megatronish.model.context import Context
 from megatronish.model.rope import rotate
 from megatronish.ops.dropout import ProbabilityDropout
@@ -100,7 +101,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, /, **h
 class Attention(nn.Module):
     """Self-attention, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
 
-    A rank has N/tp query heads and K/tp key/value heads.
+    A rank has N/tp query heads and K/tp key/value heads, or with K < tp the one that its queries share
+    (shared_heads.py).
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Attention(nn.Module):
             init_std=config.init_method_std,
             sections=spec.sections,
         )
+        self.key_value_heads = KeyValueHeads(spec.num_kv_heads, spec.head_size, tp=tp.axis)
         self.out = RowParallelLinear(
             spec.sections["q"], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std, section="o"
         )
@@ -147,7 +150,8 @@ class Attention(nn.Module):
         if self.spec.norm_by_head:
             head = self.spec.head_size
             return EachHeadNorm(size // head, head, kind=config.normalization, epsilon=config.norm_epsilon, tp=tp.axis)
-        # Each tp rank normalises heads of its own with the shared weight.
+        # Each tp rank normalises heads of its own with the shared weight; of a head that several ranks share, each has
+        # the gradient that comes through its own queries.
         return Norm(
             self.spec.head_size,
             kind=config.normalization,
@@ -178,10 +182,14 @@ class Attention(nn.Module):
         return self.out(attended, drop=context)
 
     def queries_keys_values(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised, clipped, rotated and scaled."""
-        parts = self.qkv(x, drop=context).split(self.local_sections, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.spec.head_size)) for part in parts)
-        if self.spec.qk_norm:
+        """[S, B, D] -> [S, B, N/tp, H], [S, B, k, H], [S, B, k, H], normalised, clipped, rotated and scaled."""
+        size, has_norms = self.spec.head_size, self.spec.qk_norm
+        q, k, v = self.qkv(x, drop=context).split(self.local_sections, dim=-1)
+        if has_norms and self.spec.norm_across_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.unflatten(-1, (-1, size))
+        k, v = self.key_value_heads(k, v)
+        if has_norms and not self.spec.norm_across_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         if (bound := self.spec.clip) is not None:
             q, k, v = (part.clamp(-bound, bound) for part in (q, k, v))

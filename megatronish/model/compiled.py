@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from megatronish.config.sections.training import EXPLICIT
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
-from megatronish.layers.norm import AllHeadsNorm
+from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm
 from megatronish.layers.product import DENSE
+from megatronish.layers.shared_heads import KeyValueHeads
 from megatronish.model.attention import Attention, CoreAttention
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
@@ -144,6 +145,8 @@ def _is_local(module: nn.Module) -> bool:
     """Whether a layer computes with torch's own functions alone."""
     if isinstance(module, AllHeadsNorm | LatentAttention):  # sums, and the shared key, go over tp
         return module.tp.size == 1
+    if isinstance(module, EachHeadNorm | KeyValueHeads):
+        return module.sharers == 1
     if isinstance(module, LinearLayer) and (module.weight_gradients is not None or module.product is not DENSE):
         return False
     return not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.tp.size == 1

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatronish.attention.all_to_all import to_heads, to_places
+from megatronish.attention.all_to_all import for_each_rank, to_heads, to_places
 from megatronish.attention.biased import biased_attention
 from megatronish.attention.cached import KeyValueCache
 from megatronish.config.sections.model import ModelConfig
@@ -24,6 +24,7 @@ from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm, residual_norm
 from megatronish.layers.recompute import HasParts, recompute, recompute_module
 from megatronish.layers.relative_bias import RelativeBias
+from megatronish.layers.shared_heads import KeyValueHeads
 from megatronish.layers.vocabulary import (
     PositionEmbedding,
     VocabParallelEmbedding,
@@ -98,6 +99,7 @@ class BiasedAttention(nn.Module):
             )
             setattr(self, name, linear)
         self.local_sections = {part: size // tp.size for part, size in spec.sections.items()}
+        self.key_value_heads = KeyValueHeads(spec.num_kv_heads, spec.head_size, tp=tp.axis)
         self.out = RowParallelLinear(
             spec.sections["q"], config.hidden_size, tp=tp, bias=spec.out_bias, init_std=output_std, section="o"
         )
@@ -131,9 +133,14 @@ class BiasedAttention(nn.Module):
         return self.out(to_places(attended, cp), drop=context)
 
     def _heads(self, x: Tensor, *parts: str) -> tuple[Tensor, ...]:
-        """[S, B, ...] -> [S, B, n, H] each."""
-        sections = x.split([self.local_sections[part] for part in parts], dim=-1)
-        return tuple(part.unflatten(-1, (-1, self.spec.head_size)) for part in sections)
+        """[S, B, ...] -> [S, B, n, H] each; keys and values come together, and last."""
+        sizes = [self.local_sections[part] for part in parts]
+        sections = dict(zip(parts, x.split(sizes, dim=-1), strict=True))
+        queries = [sections["q"].unflatten(-1, (-1, self.spec.head_size))] if "q" in sections else []
+        if "k" not in sections:
+            return tuple(queries)
+        k, v = self.key_value_heads(sections["k"], sections["v"])
+        return *queries, *for_each_rank(k, v, heads=self.num_local_heads, cp=self.core.cp)
 
 
 class SideBlock(HasParts):

@@ -2,9 +2,9 @@
 
 Two kinds of functions. `start_*` start a transfer of plain tensors, which autograd does not see, and return a
 `Pending`: the caller computes during the transfer. `copy_to`, `reduce_from`, `reduce_scatter_to_sequence`,
-`gather_whole_sequence`, `split_sequence`, `all_to_all` and `all_to_all_rows` are differentiable: each calls one
-collective forward and the transposed one backward (of the two that cut and join what all ranks hold alike, one of
-both), and waits for it.
+`gather_whole_sequence`, `split_sequence`, `all_to_all`, `all_to_all_rows` and `gather_from_neighbours` are
+differentiable: each calls one collective forward and the transposed one backward (of the two that cut and join what
+all ranks hold alike, one of both), and waits for it.
 
 Every function takes the `Axis` that it works on. On an axis of size one it returns its input and sends nothing; this
 shortcut is here and nowhere else. Sequence-parallel shapes cut the sequence, dim 0, over tp.
@@ -321,6 +321,18 @@ def all_to_all_rows(x: Tensor, axis: Axis, *, sent: list[int], received: list[in
     The backward is the same exchange with the sizes swapped, known already: no rank asks for them again.
     """
     return x if axis.size == 1 else _AllToAllRows.apply(x, axis, sent, received)
+
+
+def gather_from_neighbours(x: Tensor, axis: Axis, number: int) -> Tensor:
+    """[s, ...] -> [number * s, ...]: the pieces of `number` neighbours on the axis, this rank one of them, in order.
+
+    The backward adds up what all of them give this rank's piece. Neighbours are ranks 0 to number - 1, and so on; an
+    exchange of unequal pieces needs no process group of theirs.
+    """
+    first = axis.rank // number * number
+    rows = [len(x) if first <= rank < first + number else 0 for rank in range(axis.size)]
+    copies = x.expand(number, *x.shape).flatten(0, 1)  # one for each: expanding adds gradients up in fp32
+    return all_to_all_rows(copies, axis, sent=rows, received=rows)
 
 
 def gather_whole_sequence(x: Tensor, tp: Axis, *, sums: bool) -> Tensor:

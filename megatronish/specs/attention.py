@@ -72,8 +72,9 @@ class AttentionRun:
 class Exchange(NamedTuple):
     """Bytes of a collective that a layer does in a forward, and in a backward, of one micro-batch.
 
-    That of the core of attention is `in_core`, and done again with it. A `section` names the adapter without which a
-    backward leaves it out where nothing before it learns.
+    That of the core of attention is `in_core`, and done again with it. `sections` name the adapters without which
+    a backward leaves it out where nothing before it learns; none: it does not. That of weights (`of_weights`) has a
+    backward if these learn.
     """
 
     axis: str
@@ -81,7 +82,8 @@ class Exchange(NamedTuple):
     forward: int
     backward: int
     in_core: bool = True
-    section: str | None = None
+    sections: tuple[str, ...] = ()
+    of_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,10 @@ class AttentionSpec:
             vectors_name="attention.sinks",
         )
 
+    def heads_over(self, tp: int) -> int:
+        """Key/value heads of all ranks of tp: where several share one, each has the whole of it."""
+        return self.num_kv_heads * ranks_of_a_head(self.num_kv_heads, tp)
+
     # Masks
 
     def is_masked(self, run: AttentionRun) -> bool:
@@ -232,7 +238,7 @@ class AttentionSpec:
     def repeats_heads(self, run: AttentionRun) -> bool:
         """Whether keys and values are copied, one of each for every query head."""
         is_fp32 = self.is_sdpa(run) and run.size.element == 4 and not self.is_flex(run)
-        return self.num_kv_heads < self.num_heads and (self.has_dense_mask(run) or is_fp32)
+        return self.heads_over(run.size.tp) < self.num_heads and (self.has_dense_mask(run) or is_fp32)
 
     # Memory
 
@@ -240,15 +246,23 @@ class AttentionSpec:
         """Bytes of queries, keys and values as the core reads them."""
         return run.size.feature * sum(self.sections.values())
 
+    def kept_of_others(self, run: AttentionRun) -> float:
+        """Bytes of keys and values that a rank keeps of those with which it shares a head."""
+        more = self.heads_over(run.size.tp) - self.num_kv_heads
+        return run.size.feature * 2 * self.head_size * more
+
     def more_kept(self, run: AttentionRun) -> float:
         """Bytes that a GPU keeps more than the cost row says."""
-        heads, kv_heads = (number * self.head_size for number in (self.num_heads, self.num_kv_heads))
-        kept, turns, feature = 0.0, run.has_rope and self.rotary, run.size.feature
+        here = self.num_heads, self.heads_over(run.size.tp)
+        heads, kv_heads = (number * self.head_size for number in here)
+        turns, feature, kept = run.has_rope and self.rotary, run.size.feature, 0.0
+        # As they were before they were turned: values are a part of the same tensor, of a shared head without queries.
+        unturned = (0 if ranks_of_a_head(self.num_kv_heads, run.size.tp) > 1 else heads) + kv_heads
         if run.cp > 1 and not run.is_ring:
             kept += feature * heads  # the output as it was computed, and as it has come back
         else:
             if turns:
-                kept += feature * (heads + kv_heads)
+                kept += feature * unturned
             copies = run.micro_batch_size > 1 and not run.has_dropout
             if run.cp == 1 and copies and not self.is_flex(run):
                 kept += feature * heads  # in the order of the heads, and in that of the sequence
@@ -259,13 +273,13 @@ class AttentionSpec:
         if self.repeats_heads(run):
             kept += feature * 2 * heads
             if turns and run.cp == 1:  # nothing else keeps the turned keys, nor what was turned
-                kept -= feature * (heads + 3 * kv_heads)
+                kept -= feature * (unturned + 2 * kv_heads)
         return kept
 
     def transients(self, run: AttentionRun) -> float:
         """Bytes that the backward needs besides what was kept."""
         size, heads = run.size, self.num_heads * self.head_size
-        sizes = heads + 2 * self.num_kv_heads * self.head_size
+        sizes = heads + 2 * self.heads_over(size.tp) * self.head_size
         num_bytes = size.residual + size.feature * (sizes + heads)
         if self.is_explicit(run.backend):
             return num_bytes + self._explicit_transients(run)
@@ -334,13 +348,19 @@ class AttentionSpec:
         """What a rank exchanges inside of attention, for so many tokens with elements of `width` bytes."""
         exchanges = []
         if self.qk_norm and self.norm_across_heads:  # a sum of squares of each token, in fp32
-            sums = [Exchange("tp", "all-reduce", tokens * 4, tokens * 4, False, f"attention.qkv.{n}") for n in "qk"]
-            exchanges += sums
+            sums = tokens * 4
+            exchanges += [Exchange("tp", "all-reduce", sums, sums, False, _sections("attention.qkv"))] * 2
+        if ranks_of_a_head(self.num_kv_heads, tp) > 1:  # keys and values of the head that a rank's queries share
+            heads = 2 * tokens * self.head_size * width
+            exchanges += [Exchange("tp", "all-to-all", heads, heads, False, _sections("attention.qkv"))]
+            if self.qk_norm and self.norm_by_head:
+                weights = self.head_size * width
+                exchanges += [Exchange("tp", "all-to-all", weights, weights, False, of_weights=True)]
         if cp == 1:
             return exchanges
         unit = tokens * self.head_size // tp
         if is_ring:
-            ring = RingBytes.of(2 * unit * self.num_kv_heads, cp=cp, width=width)
+            ring = RingBytes.of(2 * unit * self.heads_over(tp), cp=cp, width=width)
             return [*exchanges, *(Exchange("cp", kind, ring.forward, ring.backward) for kind in ("send", "receive"))]
         traded = unit * traded_heads(self.num_heads, self.num_kv_heads, tp=tp, cp=cp) * width
         return [*exchanges, Exchange("cp", "all-to-all", traded, traded)]
@@ -418,9 +438,13 @@ class BiasedAttentionSpec(AttentionSpec):
         """Nothing is kept that the cost row has not."""
         return 0.0
 
+    def kept_of_others(self, run: AttentionRun) -> float:
+        """As of any attention, of the rows of keys."""
+        return super().kept_of_others(run) * float(self.keys)
+
     def transients(self, run: AttentionRun) -> float:
         """Gradients of queries, keys and values, and of the scores."""
-        sizes = self.num_heads * self.queries + 2 * self.num_kv_heads * self.keys
+        sizes = self.num_heads * self.queries + 2 * self.heads_over(run.size.tp) * self.keys
         num_bytes = run.size.residual + run.size.feature * self.head_size * float(sizes)
         # In 16 bits the copy of the probabilities is free again when their gradient comes.
         more = 8 if run.size.element == 4 else 6 if run.has_dropout else 4
@@ -441,11 +465,17 @@ class BiasedAttentionSpec(AttentionSpec):
     ) -> list[Exchange]:
         """All-to-all of queries and the output, and of keys and values."""
         assert not is_ring or cp == 1, "scores with a learned bias go round no ring"
+        exchanges = []
+        if ranks_of_a_head(self.num_kv_heads, tp) > 1:
+            shared = int(2 * tokens * self.head_size * width * self.keys)
+            layer = "cross_attention.kv" if self.crosses else "attention.qkv"
+            exchanges += [Exchange("tp", "all-to-all", shared, shared, False, _sections(layer))]
         if cp == 1:
-            return []
-        heads = 2 * self.num_heads * self.queries + 2 * self.num_kv_heads * self.keys
+            return exchanges
+        traded = traded_heads(self.num_heads, self.num_kv_heads, tp=tp, cp=cp) - 2 * self.num_heads
+        heads = 2 * self.num_heads * self.queries + traded * self.keys
         size = int(tokens * self.head_size * width * heads) // tp
-        return [Exchange("cp", "all-to-all", size, size)]
+        return [*exchanges, Exchange("cp", "all-to-all", size, size)]
 
 
 class RingBytes(NamedTuple):
@@ -470,6 +500,17 @@ def traded_heads(num_heads: int, num_kv_heads: int, *, tp: int, cp: int) -> int:
 
     Key-value heads are repeated until the ranks of cp can share them out.
     """
+    num_kv_heads = max(num_kv_heads, tp)
     group, on_rank = num_heads // num_kv_heads, num_kv_heads // tp
     copies = next(n for n in range(1, group + 1) if group % n == 0 and on_rank * n % cp == 0)
     return 2 * num_heads + 2 * copies * num_kv_heads
+
+
+def ranks_of_a_head(num_kv_heads: int, tp: int) -> int:
+    """Ranks of tp that share a key/value head, of which each projects a part: 1 where each has whole heads."""
+    return max(1, tp // num_kv_heads)
+
+
+def _sections(layer: str) -> tuple[str, ...]:
+    """Names of the parts of a projection of queries, keys and values, by that of the layer: with one, all learn."""
+    return tuple(f"{layer}.{part}" for part in "qkv")

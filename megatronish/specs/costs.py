@@ -201,10 +201,16 @@ class AttentionCore:
         """Features of the queries of all heads."""
         return self.num_heads * self.query_size
 
-    @property
-    def keys_values_size(self) -> int:
-        """Features of keys and values of all heads, both as wide as queries: as a kernel or a ring takes them."""
-        return 2 * (self.num_kv_heads or self.num_heads) * self.query_size
+    def keys_values_size(self, tp: int) -> int:
+        """Features of keys and values of all heads, both as wide as queries: as a kernel or a ring takes them.
+
+        With fewer heads than ranks of tp every rank has one.
+        """
+        return 2 * max(self.num_kv_heads or self.num_heads, tp) * self.query_size
+
+    def sharers(self, tp: int) -> int:
+        """Ranks of tp that share a key/value head."""
+        return max(1, tp // (self.num_kv_heads or self.num_heads))
 
     def scores(self, seq_length: int) -> int:
         """Scores of the average token of a row, those that a mask hides with them."""

@@ -167,14 +167,14 @@ class LatentAttentionSpec(AttentionSpec):
 
         Round a ring of latents (model/latent_attention.py) go these, whole on every rank of tp.
         """
-        key, section = tokens * self.rotary_size * width, "attention.kv_down.kv_down"
+        key, sections = tokens * self.rotary_size * width, ("attention.kv_down.kv_down",)
         if cuts_sequence:
             shared = [
                 Exchange("tp", "all-gather", key, 0, in_core=False),
-                Exchange("tp", "reduce-scatter", 0, key, False, section),
+                Exchange("tp", "reduce-scatter", 0, key, False, sections),
             ]
         else:
-            shared = [Exchange("tp", "all-reduce", 0, key, False, section)]
+            shared = [Exchange("tp", "all-reduce", 0, key, False, sections)]
         if sends_latents:
             ring = RingBytes.of(tokens * (self.kv_rank + self.rotary_size), cp=cp, width=width)
             return shared + [Exchange("cp", way, ring.forward, ring.backward) for way in ("send", "receive")]

@@ -38,6 +38,10 @@ GPT_OSS = (
     "--activation-func-clamp-value 0.5 --softmax-type learnable --window-size 5 --window-attn-skip-freq 2 "
     "--embed-layernorm --decoupled-lr 2e-2"
 )
+SHARED = (
+    "--num-layers 2 --position-embedding-type rope --normalization RMSNorm --swiglu --add-qkv-bias --qk-layernorm "
+    "--qk-layernorm-by-head --group-query-attention --num-query-groups 2 --kv-channels 6"
+)
 
 
 def load_and_save(
@@ -82,6 +86,10 @@ def load_and_save(
                 "--pp 2",
             ],
         ),
+        (
+            f"{SHARED} --optimizer muon --global-batch-size 8",
+            ["--tp 4 --sequence-parallel", "--tp 2 --dp 2 --zero-stage 3", "--tp 6 --zero-stage 1", "--tp 4 --dp 2"],
+        ),
         pytest.param(
             f"{GPT_OSS} --global-batch-size 8",
             ["--tp 2 --pp 2 --dp 2 --zero-stage 3", "--tp 3 --cp 2 --zero-stage 1", "--dp 4 --zero-stage 3"],
@@ -93,7 +101,7 @@ def load_and_save(
             marks=pytest.mark.sweep,
         ),
     ],
-    ids=["gpt2", "llama", "gpt-oss", "muon"],
+    ids=["gpt2", "llama", "shared heads", "gpt-oss", "muon"],
 )
 def test_a_checkpoint_of_any_layout_loads_in_any_other_bit_by_bit(
     tmp_path: Path, model: str, layouts: list[str]

@@ -239,7 +239,13 @@ AGAIN = "--recompute-granularity selective --recompute-modules"
         ),
         (
             "--group-query-attention --num-query-groups 3 --tp 2",
-            r"^num_query_groups=3 must be divisible by tensor_.*1 or 3",
+            r"^one of num_query_groups=3 and tensor_model_parallel_size=2 must divide the other: a rank has whole "
+            r"key/value heads, or several ranks share one; use --tensor-model-parallel-size 1$",
+        ),
+        (
+            "--group-query-attention --num-query-groups 4 --tp 12 --kv-channels 4 --ffn-hidden-size 96",
+            r"^with num_query_groups=4 and tensor_model_parallel_size=12 3 ranks share a key/value head, so they must "
+            r"divide its 4 channels; use --tensor-model-parallel-size 1, 2 or 4$",
         ),
         ("--num-query-groups 3", r"^num_query_groups=3 needs group_query_attention .* add --group-query-attention"),
         (

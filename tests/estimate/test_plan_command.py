@@ -81,7 +81,7 @@ def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
         (["--gpus", "1"], "no layout fits:"),
         (["--gpus", "37"], "no layout of --gpus 37 is legal for this model with global_batch_size=128"),
         (["--explain", "tp=3"], "tp x pp x cp = 3 must divide --gpus 16"),
-        (["--explain", "tp=16"], "num_query_groups=8 must be divisible by tensor_model_parallel_size=16"),
+        (["--explain", "pp=2,zero=3,schedule=zb-h1"], "zero_stage=3 exchanges gradients after every backward"),
         (["--explain", "tq=4"], "tq is no part of a layout; did you mean tp=?"),
         (["--explain", "tp=four"], "tp needs a whole number"),
         (["--explain", "schedule=fast"], "schedule must be one of gpipe, 1f1b"),

@@ -98,6 +98,7 @@ GPT_OSS = ModelConfig(
     no_rope_freq="[0, 0, 0, 1]",
     make_vocab_size_divisible_by=4,
 )
+SHARED = replace(LLAMA, num_query_groups=2, add_qkv_bias=True)
 LATENT = ModelConfig(
     num_layers=4,
     hidden_size=16,
@@ -125,7 +126,15 @@ LATENTS: dict[str, Any] = {
     "qk_pos_emb_head_dim": 2,
     "v_head_dim": 4,
 }
-SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen": QWEN, "nemotron": NEMOTRON, "gpt-oss": GPT_OSS, "latent": LATENT}
+SHAPES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "shared heads": SHARED,
+    "qwen": QWEN,
+    "nemotron": NEMOTRON,
+    "gpt-oss": GPT_OSS,
+    "latent": LATENT,
+}
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "transformer_impl": impl}
     for tp, pp, impl in (
@@ -142,7 +151,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", some_of(SHAPES, ["gpt2", "llama", "gpt-oss", "latent"]))
+@pytest.mark.parametrize("name", some_of(SHAPES, ["gpt2", "shared heads", "gpt-oss", "latent"]))
 def test_every_layout_comes_back_and_becomes_every_other(tmp_path: Path, name: str) -> None:
     expected = random_model(SHAPES[name])
     for number, layout in enumerate(LAYOUTS):
@@ -668,7 +677,8 @@ def test_a_model_without_a_counterpart_is_refused(changes: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"tensor_parallel_size": 8}, "4 key/value heads cannot be cut by a tensor parallel size of 8; use 1, 2 or 4"),
+        ({"tensor_parallel_size": 3}, "4 key/value heads cannot be cut by a tensor parallel size of 3; use 1, 2 or 4"),
+        ({"tensor_parallel_size": 16}, "8 heads cannot be cut by a tensor parallel size of 16; use 1, 2, 4 or 8"),
         ({"tensor_parallel_size": 0}, "a tensor parallel size of 0; use"),
         ({"pipeline_parallel_size": 3}, "4 layers cannot be cut by a pipeline parallel size of 3; use 1, 2 or 4"),
     ],

@@ -29,6 +29,7 @@ NEWER = (
         "olmo",
     ),
     *("stablelm", "cohere", "gptj", "opt", "nemotron", "helium", "seed_oss", "exaone4", "ernie4_5", "cohere2", "olmo3"),
+    *("falcon", "mpt"),
 )
 CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
@@ -77,6 +78,8 @@ def test_a_config_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
             {"windowed_layers": (True, True, True, False) * 10, "rotated_layers": (True, True, True, False) * 10},
         ),
         ("olmo3", {"windowed_layers": (True, True, True, False) * 8, "rotary_base": 5e5}),
+        ("falcon", {"norm_placement": "parallel", "num_kv_heads": 1, "linear_bias": False, "tied": True}),
+        ("mpt", {"position_embedding_type": "alibi", "norm_parameters": "weight", "activation": "gelu", "tied": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -95,6 +98,16 @@ def test_keys_that_switch_parts_are_understood(tmp_path: Path) -> None:
     granite = model_of(tmp_path, {"model_type": "granite", **factors, "residual_multiplier": 0.22})
     assert (granite.embedding_multiplier, granite.residual_multiplier) == (12.0, 0.22)
     assert (granite.softmax_scale, granite.logits_multiplier) == (0.0078125, 0.125)
+    groups = {"model_type": "falcon", "num_attention_heads": 64, "hidden_size": 4096, "num_kv_heads": 8}
+    newer = model_of(tmp_path, {**groups, "new_decoder_architecture": True, "multi_query": False})
+    assert (newer.norm_placement, newer.num_kv_heads) == ("parallel_norms", 8)
+    one = model_of(tmp_path, {**groups, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1})
+    assert (one.norm_placement, one.num_kv_heads) == ("parallel", 8)
+    serial = model_of(tmp_path, {"model_type": "falcon", "parallel_attn": False, "multi_query": False, "bias": True})
+    assert (serial.norm_placement, serial.num_kv_heads, serial.linear_bias) == ("pre", 71, True)
+    clipped = model_of(tmp_path, {"model_type": "mpt", "attn_config": {"clip_qkv": 6.0, "softmax_scale": 0.1}})
+    assert (clipped.clip_qkv, clipped.softmax_scale) == (6.0, 0.1)
+    assert model_of(tmp_path, {"model_type": "mpt", "attn_config": {"clip_qkv": 0}}).clip_qkv is None
     both = model_of(tmp_path, {"model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True})
     assert (both.norm_placement, both.qk_layernorm_by_head) == ("parallel", True)
 
@@ -207,6 +220,27 @@ def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Pa
         ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and sliding_window is null"),
         ("stablelm", {"use_qkv_bias": "yes"}, 'use_qkv_bias="yes" must be true or false'),
         ("glm4", {"partial_rotary_factor": "half"}, "must be a number that is not negative"),
+        ("falcon", {"alibi": True}, "alibi=true adds distances that are rounded to bf16"),
+        ("falcon", {"num_attention_heads": 70}, "num_attention_heads=70 must divide hidden_size=4544"),
+        ("falcon", {"multi_query": False, "num_kv_heads": 8}, "num_kv_heads=8 must be num_attention_heads=71 without"),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}, "num_kv_heads=8 must divide num_attention_"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=false has no meaning"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 has no meaning with new_decoder_arch"),
+        ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn=3 is not supported; 1 and 2 are"),
+        ("falcon", {"activation": "silu"}, 'activation="silu" is not supported; gelu, '),
+        ("falcon", {"apply_residual_connection_post_layernorm": True}, "post_layernorm=true is not there"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max=16 is not supported: transformers computes"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi=false is not supported: transformers has ALiBi in every MPT"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln=true is passed over by transformers, and not by the models'"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, "prefix_lm=true is passed over by transformers"),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "is not supported: transformers has no other"),
+        ("mpt", {"attn_config": {"softmax_scale": 0}}, "softmax_scale=0 makes all scores zero; set it to null"),
+        ("mpt", {"attn_config": [1]}, "attn_config=[1] must be an object"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, 'logit_scale="inv_sqrt_d_model" is passed over by transformers'),
+        ("mpt", {"expansion_ratio": 2}, "expansion_ratio=2 is not supported; transformers has 4"),
+        ("mpt", {"no_bias": False}, "no_bias=false is not supported: transformers has no biases"),
+        ("mpt", {"norm_type": "rmsnorm"}, 'norm_type="rmsnorm" is not supported; LayerNorm is'),
+        ("mpt", {"n_heads": 15}, "n_heads=15 must divide d_model=2048"),
     ],
     ids=str,
 )

@@ -50,6 +50,11 @@ LATENT = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm "
     "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 6"
 )
+MODELS = {
+    "llama": LLAMA,
+    "shared heads": f"{LLAMA.replace('--num-query-groups 4', '--num-query-groups 1')} --kv-channels 4",
+    "latent": LATENT,
+}
 
 
 def bytes_in(folder: Path) -> Path:
@@ -223,15 +228,15 @@ def rank_of(place: Place, load: Path, layout: Layout, prompts: list[list[int]]) 
     return seen_of(trained.model, prompts, num_tokens=12, seq_length=trained.description.seq_length, mesh=mesh)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "latent"])
+@pytest.mark.parametrize("kind", ["gpt2", *MODELS])
 def test_every_layout_writes_what_one_process_writes(trained: Path, data: str, tmp_path: Path, kind: str) -> None:
     load = trained
     if kind != "gpt2":
         load = tmp_path / "run"
-        train_on_ranks(tiny(load, f"{FLAGS} {LLAMA if kind == 'llama' else LATENT}", data=data))
+        train_on_ranks(tiny(load, f"{FLAGS} {MODELS[kind]}", data=data))
     prompts = [[65], [66, 67, 68], list(range(97, 97 + 14))]  # the last one outgrows the model's 16 tokens
     one = seen_of(load_model(load).model, prompts, num_tokens=12, seq_length=16)
-    for layout in (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)):
+    for layout in (Layout(tp=4) if kind == "shared heads" else Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)):
         ranks = run_ranks(layout.world_size, rank_of, load, layout, prompts)
         assert [rank.texts for rank in ranks] == [one.texts] * layout.world_size
         (chooser,) = [rank for rank in ranks if rank.logits]

@@ -120,6 +120,12 @@ TYPED: dict[str, dict[str, Any]] = {
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": True,
     },
+    "multi-query": {
+        "group_query_attention": True,
+        "num_query_groups": 1,
+        "position_embedding_type": "rope",
+        "qk_layernorm": True,
+    },
     "qwen": {
         "group_query_attention": True,
         "num_query_groups": 2,

@@ -86,6 +86,9 @@ def newer_configs() -> dict[str, transformers.PreTrainedConfig]:
     opt = {key: value for key, value in whole.items() if key != "intermediate_size"} | {"ffn_dim": 12}
     gptj = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
     ends = {"bos_token_id": 1, "eos_token_id": 2}
+    falcon = {key: value for key, value in whole.items() if key not in (*ends, "intermediate_size")}
+    mpt = {"vocab_size": VOCABULARY, "d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
+    clipped = {"clip_qkv": 0.6, "softmax_scale": 0.8}
     t = transformers
     return {
         "gemma": t.GemmaConfig(**_SIZES, pad_token_id=None),
@@ -140,6 +143,14 @@ def newer_configs() -> dict[str, transformers.PreTrainedConfig]:
         "ernie4_5": t.Ernie4_5Config(**_SIZES, pad_token_id=None),
         "ernie4_5-biases": t.Ernie4_5Config(**_SIZES, use_bias=True, pad_token_id=None),
         "cohere2": t.Cohere2Config(**small, logit_scale=0.3, sliding_window=5, layer_types=SLIDES, pad_token_id=None),
+        "falcon": t.FalconConfig(**falcon, **ends),
+        "falcon-groups": t.FalconConfig(**falcon, **ends, new_decoder_architecture=True, num_kv_heads=2),
+        "falcon-groups-norm": t.FalconConfig(
+            **falcon, **ends, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+        ),
+        "falcon-serial": t.FalconConfig(**falcon, **ends, parallel_attn=False, bias=True, multi_query=False),
+        "mpt": t.MptConfig(**mpt, **ends),
+        "mpt-clipped": t.MptConfig(**{**mpt, "d_model": 18, "n_heads": 6}, **ends, attn_config=clipped),
         "olmo3": t.Olmo3Config(**small, sliding_window=5, layer_types=SLIDES, pad_token_id=None),
     }
 

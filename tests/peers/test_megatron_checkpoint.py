@@ -192,7 +192,7 @@ def save_on_rank(
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", ["gpt2", "llama 3", "qwen", "gpt-oss", "latent"])
+@pytest.mark.parametrize("name", ["gpt2", "llama 3", "multi-query", "qwen", "gpt-oss", "latent"])
 def test_so_it_is_in_layouts_of_two_ranks(tmp_path: Path, name: str, tp_size: int, pp_size: int) -> None:
     ours = write_here(tmp_path / "ours", name, tp_size, pp_size)
     theirs = run_ranks(2, load_on_rank, tmp_path / "ours", tp_size, pp_size)[-1]

@@ -29,7 +29,7 @@ peer: Any = pytest.importorskip(
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed here; see `make test-peers`")
 mixtures: Any = pytest.importorskip("test_transformers_experts", exc_type=ImportError)
 
-DENSE = ("llama-biases", "qwen2", "qwen3", "gpt2", "bloom")
+DENSE = ("llama-biases", "qwen2", "qwen3", "gpt2", "bloom", "falcon-groups", "mpt", "glm4")
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
 LATENT = ("deepseek_v3", "deepseek_v2")
 LORA = AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=5.0)

@@ -135,6 +135,17 @@ LLAMA: dict[str, Any] = {
 }
 GPT2: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 BLOOM: dict[str, Any] = GPT2 | {"position_embedding_type": "alibi", "embed_layernorm": True, "openai_gelu": True}
+FALCON: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if key not in ("swiglu", "untie_embeddings_and_output_weights")},
+    "normalization": "LayerNorm",
+    "norm_placement": "parallel",
+}
+MPT: dict[str, Any] = GPT2 | {
+    "position_embedding_type": "alibi",
+    "norm_parameters": "weight",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
 BORN_HERE = {
     "gpt2 with exact gelu": ("gpt2", GPT2),
     "gpt2 with tanh gelu": ("gpt2", GPT2 | {"openai_gelu": True, "norm_epsilon": 1e-3}),
@@ -161,6 +172,12 @@ BORN_HERE = {
         "qwen3",
         LLAMA | {"qk_layernorm": True, "window_size": 4, "window_attn_skip_freq": "2"},
     ),
+    "falcon": ("falcon", FALCON | {"num_query_groups": 1}),
+    "falcon with groups": ("falcon", FALCON | {"norm_placement": "parallel_norms"}),
+    "falcon with groups on one norm, and biases": ("falcon", FALCON | {"disable_bias_linear": False}),
+    "falcon, stretched": ("falcon", FALCON | {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}),
+    "mpt": ("mpt", MPT | {"hidden_size": 24, "num_attention_heads": 6}),
+    "mpt, clipped": ("mpt", MPT | {"clip_qkv": 0.5, "softmax_scale": 0.7}),
     "qwen3 with a window": ("qwen3", LLAMA | {"qk_layernorm": True, "window_size": 4}),
 }
 

@@ -210,6 +210,9 @@ ALIBI = "--position-embedding-type alibi"
 SDPA = "--attention-backend flash"
 AGAIN = "--recompute-granularity selective --recompute-modules"
 SHARED = "--moe-shared-expert-intermediate-size 1024"
+BY_HEAD = "--qk-layernorm --qk-layernorm-by-head"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LORA = "--load never-read --adapter-type lora"
 LATENT = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
     "--untie-embeddings-and-output-weights --ffn-hidden-size 2816 --multi-latent-attention --q-lora-rank 384 "
@@ -233,6 +236,13 @@ SINGLE = [
     SingleCase("a window by SDPA over cp", "llama", f"--window-size 512 {SDPA}", "--cp 2 --cp-comm-type a2a"),
     SingleCase("a window with dropout", "dropped", "--window-size 128"),
     SingleCase("qk-norm across heads", "llama", "--qk-layernorm --qk-layernorm-across-heads"),
+    SingleCase("shared heads, recomputed", "llama", f"--num-query-groups 1 {FULL}", "--tp 4 --zero-stage 1", 1),
+    SingleCase("a shared head", "llama", "--num-query-groups 1"),
+    SingleCase("a shared head in fp32", "llama", "--num-query-groups 1", precision=""),
+    SingleCase("a shared head on a ring", "llama", "--num-query-groups 1", "--tp 2 --cp 2"),
+    SingleCase("a shared head, traded", "llama", "--num-query-groups 1", "--tp 2 --cp 2 --cp-comm-type a2a"),
+    SingleCase("shared heads with norms", "llama", f"{BY_HEAD} --num-query-groups 2", "--tp 4 --sequence-parallel", 1),
+    SingleCase("shared heads with LoRA", "llama", f"{BY_HEAD} --num-query-groups 1 {LORA} --adapter-targets v"),
     SingleCase("4 bits", "llama", "--load never-read --adapter-type lora --quantize-base nf4"),
     SingleCase("8 bits", "llama", "--load never-read --adapter-type lora --quantize-base int8"),
     SingleCase(

@@ -4,7 +4,8 @@ import math
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, one_of
-from megatronish.config.rules.rule import MESH, ConfigRule, divide
+from megatronish.config.rules.rule import LARGEST_NAMED, MESH, ConfigRule, divide
+from megatronish.config.sections.model import ModelConfig
 from megatronish.parallel.schedules.table import SCHEDULES
 
 _TP = "tensor_model_parallel_size"
@@ -17,10 +18,31 @@ def _heads_over_tp(config: Config) -> str | None:
 
 
 def _key_value_heads_over_tp(config: Config) -> str | None:
-    tp = config.parallel.tensor_model_parallel_size
-    if config.model.num_kv_heads == config.model.num_attention_heads:
+    """Complaint about key/value heads that ranks can neither share out nor share, a head for several of them."""
+    tp, model = config.parallel.tensor_model_parallel_size, config.model
+    heads, sharers = model.num_kv_heads, tp // model.num_kv_heads
+    if model.multi_latent_attention or heads == model.num_attention_heads or heads % tp == 0:
         return None
-    return divide("num_query_groups", config.model.num_kv_heads, "tensor_model_parallel_size", tp)
+    size = model.head_size
+    setting, remedy = f"num_query_groups={heads}", f"use --tensor-model-parallel-size {_smaller(model, tp)}"
+    if tp % heads:
+        return (
+            f"one of {setting} and tensor_model_parallel_size={tp} must divide the other: a rank has whole key/value "
+            f"heads, or several ranks share one; {remedy}"
+        )
+    if size % sharers == 0:
+        return None
+    return (
+        f"with {setting} and tensor_model_parallel_size={tp} {sharers} ranks share a key/value head, so they must "
+        f"divide its {size} channels; {remedy}"
+    )
+
+
+def _smaller(model: ModelConfig, most: int) -> str:
+    """Sizes of tp below `most` over which heads can be cut, as a remedy names them."""
+    heads, groups, size = model.num_attention_heads, model.num_kv_heads, model.head_size
+    below = [tp for tp in range(1, min(most, LARGEST_NAMED)) if heads % tp == 0]
+    return one_of([tp for tp in below if groups % tp == 0 or (tp % groups == 0 and size % (tp // groups) == 0)])
 
 
 def _ffn_over_tp(config: Config) -> str | None:
@@ -86,7 +108,13 @@ def _backend(config: Config) -> str | None:
 
 CUT_RULES = (
     ConfigRule(("num_attention_heads", _TP), _heads_over_tp),
-    ConfigRule(("num_attention_heads", "num_query_groups", "group_query_attention", _TP), _key_value_heads_over_tp),
+    ConfigRule(
+        (
+            *("num_attention_heads", "num_query_groups", "group_query_attention", "multi_latent_attention"),
+            *("kv_channels", "hidden_size", _TP),
+        ),
+        _key_value_heads_over_tp,
+    ),
     ConfigRule(("ffn_hidden_size", "hidden_size", "swiglu", _TP), _ffn_over_tp),
     ConfigRule(("seq_length", "model_type", _CP), _sequence_over_cp),
     ConfigRule(("seq_length", "model_type", "sequence_parallel", _TP, _CP), _sequence_over_tp),

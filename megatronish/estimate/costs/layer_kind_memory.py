@@ -199,6 +199,7 @@ class LayerMemory:
             seq_length=run.seq_length, element_bytes=self.element, score_bytes=scores, device=self.device
         )
         kept = float(self.tokens * self._per_rank(saved)) - self._left_out(kind, run)
+        kept += sum(each.kept_of_others(run) for each in getattr(kind.spec, "attentions", ()))
         if self.device == "cpu":
             return kept
         if (more_kept := getattr(kind.spec, "more_kept", None)) is not None:
@@ -223,12 +224,14 @@ class LayerMemory:
     def _kept_for_adapters(self, kind: LayerKind) -> float:
         """What a layer keeps more, or fewer, because its weights are frozen. Rows of experts have no dropout."""
         dense = [linear for linear in kind.cost.linears if linear.copies == 1 and linear.sections]
-        kept = 0.0
+        # A norm whose heads have weights of their own keeps what they are multiplied by for their gradients alone.
+        kept = -self.feature * sum(norm.size * norm.vectors for norm in kind.cost.norms if norm.each_weight)
         own = getattr(getattr(kind.spec, "attention", None), "kept_for_adapters", None)
         if own is not None:  # attention that is no pair of products
             number = next(place for place, linear in enumerate(dense) if linear.cut == "row") + 1
             adapted = [(linear, _number_of_adapters(kind, linear)) for linear in dense[:number]]
-            kept, dense = own(self.run(self.element), adapted, self.config.adapter), dense[number:]
+            kept += own(self.run(self.element), adapted, self.config.adapter)
+            dense = dense[number:]
         pairs = list(zip(dense[::2], dense[1::2], strict=False))
         if any(linear.copies > 1 for linear in kind.cost.linears):
             pairs = [pair for pair in pairs if any(section == "o" for section, _ in pair[1].sections)]

@@ -7,6 +7,7 @@ reduce-scatter, all that a rank sends in an all-to-all, a message. With H = S B 
                6 all-gathers and 4 reduce-scatters of H (Korthikanti et al. 2022, with inputs gathered again)
     cp         a ring: keys and values cp - 1 times forward and backward, their gradients in fp32 cp times; all-to-all:
                queries, keys and values, and the output, forward and backward
+    tp         keys and values of a head that several ranks share: an all-to-all forward and backward
     F, B       activations and their gradients between stages, H / tp each
     shard      ZeRO-1: gradients reduce-scattered and parameters gathered once a step; ZeRO-2: gradients once a
                micro-batch; ZeRO-3: parameters gathered twice a micro-batch, too; with hpZ once a step
@@ -165,8 +166,9 @@ class LayerTraffic(StepTraffic):
         )
         for exchange in exchanges:
             again = exchange.in_core and "core_attn" in self.recomputed
-            learns = exchange.section is None or self.learns_before or not self.freezes
-            learns = learns or self._is_adapted(f"{name}.{exchange.section}")
+            learns = not exchange.sections or self.learns_before or not self.freezes
+            learns = learns or any(self._is_adapted(f"{name}.{section}") for section in exchange.sections)
+            learns = learns and not (exchange.of_weights and self.freezes)
             size = (forwards + again) * exchange.forward + learns * exchange.backward
             self.add(exchange.axis, exchange.collective, self.num_microbatches * size)
 

@@ -199,12 +199,13 @@ class LayerClock:
         has_experts = any(linear.copies > 1 for linear in row.linears)
         sublayers = sum(linear.cut == "row" and linear.copies == 1 for linear in row.linears)
         tensor = self._tensor(candidate, tokens, sublayers, is_backward=False)
-        forward = Parts(products[0], attended[0], pointwise, tensor, sum(part[0] for part in ring), exchanged)
+        shared = sum(self._shared_heads(core, mesh, tokens) for core in row.cores)
+        forward = Parts(products[0], attended[0], pointwise, tensor + shared, sum(part[0] for part in ring), exchanged)
         backward = Parts(
             products[1],
             attended[1],
             BACKWARD_POINTWISE * pointwise,
-            self._tensor(candidate, tokens, sublayers, is_backward=True),
+            self._tensor(candidate, tokens, sublayers, is_backward=True) + shared,
             sum(part[1] for part in ring),
             exchanged,
         )
@@ -356,7 +357,7 @@ class LayerClock:
             if linear.copies > 1 and linear.cut == "column":
                 split += 2 * 4 * linear.used * hidden  # rows are put in order for the experts, and back
         for core in row.cores:
-            split += 4 * (core.queries_size + core.keys_values_size) + 2 * core.queries_size
+            split += 4 * (core.queries_size + core.keys_values_size(tp)) + 2 * core.queries_size
         nbytes = tokens * (whole / shared + split / tp) * work.element_bytes / 2
         return nbytes * (self.efficiencies.fused if work.fused else 1.0) / self.machine.hbm
 
@@ -369,6 +370,11 @@ class LayerClock:
         gathers = 2 + (candidate.sequence_parallel and is_backward)  # the backward gathers the inputs once more
         return sublayers * gathers * self.links.gather(tp, 1, nbytes)
 
+    def _shared_heads(self, core: AttentionCore, mesh: MeshSizes, tokens: int) -> float:
+        """Exchange of the parts of a key/value head between the ranks of tp that share it."""
+        nbytes = self.work.element_bytes * tokens * float(core.keys_part) * 2 * core.query_size
+        return self.links.all_to_all(core.sharers(mesh.tp), 1, nbytes)
+
     def _context(
         self, core: AttentionCore, mesh: MeshSizes, tokens: int, seconds: tuple[float, float], latent: int | None
     ) -> tuple[float, float, float]:
@@ -380,7 +386,7 @@ class LayerClock:
         cp, tp, width = mesh.cp, mesh.tp, self.work.element_bytes
         if cp == 1:
             return 0.0, 0.0, 0.0
-        keys_values = core.keys_values_size
+        keys_values = core.keys_values_size(tp)
         if not self.work.ring:
             heads = traded_heads(core.num_heads, keys_values // (2 * core.query_size), tp=tp, cp=cp)
             exchange = self.links.all_to_all(cp, tp, width * tokens * heads * core.query_size / tp)

@@ -3,16 +3,13 @@
 transformers' own configuration has no sequence length, as ALiBi has no last position; BLOOM's config.json has one.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.family import HEAD, ConfigJson, FamilyTensors, ModelFamily, first_true, not_gpt_block
+from megatronish.formats.hf.fused_rows import rules_by_head
 from megatronish.formats.tensor_rule import TensorRule, same_tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _read_bloom(config: ConfigJson) -> dict[str, Any]:
@@ -84,13 +81,7 @@ def bloom_tensors(model: ModelConfig) -> Iterator[TensorRule]:
     for n in range(model.num_layers):
         ours, theirs = f"layers.{n}", f"transformer.h.{n}"
         yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=True)
-        for kind in ("weight", "bias"):
-            yield TensorRule(
-                f"{ours}.attention.qkv.{kind}",
-                (f"{theirs}.self_attention.query_key_value.{kind}",),
-                partial(sections_of_heads, heads=model.num_attention_heads),
-                partial(heads_of_sections, heads=model.num_attention_heads),
-            )
+        yield from rules_by_head(model, f"{ours}.attention.qkv", f"{theirs}.self_attention.query_key_value")
         yield from same_tensors(f"{ours}.attention.out", f"{theirs}.self_attention.dense", bias=True)
         yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=True)
         yield from same_tensors(f"{ours}.mlp.fc1", f"{theirs}.mlp.dense_h_to_4h", bias=True)
@@ -98,16 +89,6 @@ def bloom_tensors(model: ModelConfig) -> Iterator[TensorRule]:
     yield from same_tensors("final_norm", "transformer.ln_f", bias=True)
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
-
-
-def sections_of_heads(parts: "Sequence[Tensor]", *, heads: int) -> "Tensor":
-    """Rows [N, 3, H] of each head's query, key and value -> rows [3, N, H] of all queries, all keys, all values."""
-    return parts[0].unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def heads_of_sections(whole: "Tensor", *, heads: int) -> "tuple[Tensor]":
-    """Rows of all queries, all keys, all values -> each head's query, key and value."""
-    return (whole.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2),)
 
 
 BLOOM = ModelFamily(

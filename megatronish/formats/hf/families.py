@@ -7,6 +7,7 @@ from megatronish.formats.hf.cohere2 import COHERE2
 from megatronish.formats.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from megatronish.formats.hf.ernie4_5 import ERNIE4_5
 from megatronish.formats.hf.exaone4 import EXAONE4
+from megatronish.formats.hf.falcon import FALCON
 from megatronish.formats.hf.family import ModelFamily
 from megatronish.formats.hf.gemma import GEMMA
 from megatronish.formats.hf.gemma2 import GEMMA2
@@ -20,6 +21,7 @@ from megatronish.formats.hf.helium import HELIUM
 from megatronish.formats.hf.llama import LLAMA
 from megatronish.formats.hf.mistral import MISTRAL
 from megatronish.formats.hf.mixtral import MIXTRAL
+from megatronish.formats.hf.mpt import MPT
 from megatronish.formats.hf.nemotron import NEMOTRON
 from megatronish.formats.hf.olmo import OLMO
 from megatronish.formats.hf.olmo2 import OLMO2
@@ -78,4 +80,6 @@ FAMILIES: dict[str, ModelFamily] = {
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": KIMI_K2,
     "deepseek_v2": DEEPSEEK_V2,
+    "falcon": FALCON,
+    "mpt": MPT,
 }

@@ -1,11 +1,9 @@
 """GPT-NeoX (Pythia): attention and MLP side by side, each on a norm of its own, RoPE on a part of each head."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.bloom import heads_of_sections, sections_of_heads
 from megatronish.formats.hf.decoder import (
     LLAMA_NORMS,
     DecoderNames,
@@ -15,6 +13,7 @@ from megatronish.formats.hf.decoder import (
     write_decoder,
 )
 from megatronish.formats.hf.family import ConfigJson, FamilyTensors, ModelFamily
+from megatronish.formats.hf.fused_rows import rules_by_head
 from megatronish.formats.hf.llama import ROWS
 from megatronish.formats.hf.rope import PARTIAL
 from megatronish.formats.tensor_rule import TensorRule
@@ -82,15 +81,7 @@ def _write_gpt_neox(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 
 
 def _qkv(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorRule]:
-    """Each head's query, key and value lie together there."""
-    for kind in ("weight", "bias")[: 1 + model.qkv_bias]:
-        heads = model.num_attention_heads
-        yield TensorRule(
-            f"{ours}.{kind}",
-            (f"{theirs}.attention.query_key_value.{kind}",),
-            partial(sections_of_heads, heads=heads),
-            partial(heads_of_sections, heads=heads),
-        )
+    return rules_by_head(model, ours, f"{theirs}.attention.query_key_value")
 
 
 def _published(name: str) -> str:

@@ -98,7 +98,7 @@ def _check_layout(model: ModelConfig, grid: RankGrid, *, is_local: bool) -> None
     if model.num_experts is None and grid.ep > 1:
         raise UserError(f"a model without experts cannot be cut by an expert parallel size of {grid.ep}; leave it out")
     for what, number, axis, size in (
-        ("key/value heads", model.num_kv_heads, "tensor", grid.tp),
+        *_key_value_heads(model, grid.tp),
         ("heads", model.num_attention_heads, "tensor", grid.tp),
         ("features of the MLP", model.ffn_size if has_dense else 0, "tensor", grid.tp),
         ("layers", model.num_layers, "pipeline", grid.pp),
@@ -111,6 +111,17 @@ def _check_layout(model: ModelConfig, grid: RankGrid, *, is_local: bool) -> None
             raise UserError(
                 f"{number} {what} cannot be cut by {article} {axis} parallel size of {size}; use {one_of(fitting)}"
             )
+
+
+def _key_value_heads(model: ModelConfig, tp: int) -> list[tuple[str, int, str, int]]:
+    """What a tensor parallel size must divide of keys and values: heads, or where ranks share one, its rows.
+
+    Megatron-LM cuts the rows evenly then, wherever a head begins, and gathers them for each forward.
+    """
+    heads, size = model.num_kv_heads, model.head_size
+    if tp < 1 or tp % heads or heads == model.num_attention_heads:
+        return [("key/value heads", heads, "tensor", tp)]
+    return [("rows of keys and values", 2 * heads * size, "tensor", tp)]
 
 
 class _Stage(NamedTuple):

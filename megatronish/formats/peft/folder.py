@@ -77,8 +77,8 @@ def modules_of(description: Description) -> Iterator[Module]:
             for name, section, size in zip(theirs, sections, sizes, strict=True):
                 yield Module(name, layer, (section,), (size,))
         else:
-            # The rule of the bias orders rows, and does not transpose.
-            yield Module(theirs[0], layer, sections, sizes, biases[layer])
+            # The rule of the bias orders rows, and does not transpose; nor does one of a family without biases.
+            yield Module(theirs[0], layer, sections, sizes, biases.get(layer, rule))
 
 
 def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
