@@ -29,6 +29,7 @@ NEWER = (
         "olmo",
     ),
     *("stablelm", "cohere", "gptj", "opt", "nemotron", "helium", "seed_oss", "exaone4", "ernie4_5", "cohere2", "olmo3"),
+    "arcee",
 )
 CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
@@ -77,6 +78,7 @@ def test_a_config_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
             {"windowed_layers": (True, True, True, False) * 10, "rotated_layers": (True, True, True, False) * 10},
         ),
         ("olmo3", {"windowed_layers": (True, True, True, False) * 8, "rotary_base": 5e5}),
+        ("arcee", {"activation": "squared_relu", "normalization": "RMSNorm", "ffn_size": 18432, "mlp_bias": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -207,6 +209,7 @@ def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Pa
         ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and sliding_window is null"),
         ("stablelm", {"use_qkv_bias": "yes"}, 'use_qkv_bias="yes" must be true or false'),
         ("glm4", {"partial_rotary_factor": "half"}, "must be a number that is not negative"),
+        ("arcee", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported; gelu, '),
     ],
     ids=str,
 )

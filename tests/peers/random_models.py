@@ -141,6 +141,16 @@ def newer_configs() -> dict[str, transformers.PreTrainedConfig]:
         "ernie4_5-biases": t.Ernie4_5Config(**_SIZES, use_bias=True, pad_token_id=None),
         "cohere2": t.Cohere2Config(**small, logit_scale=0.3, sliding_window=5, layer_types=SLIDES, pad_token_id=None),
         "olmo3": t.Olmo3Config(**small, sliding_window=5, layer_types=SLIDES, pad_token_id=None),
+        **dense_configs(),
+    }
+
+
+def dense_configs() -> dict[str, transformers.PreTrainedConfig]:
+    """Families of 2024 to 2026, each with an MLP, a RoPE or a norm that no other has."""
+    t = transformers
+    return {
+        "arcee": t.ArceeConfig(**_SIZES),
+        "arcee-biases": t.ArceeConfig(**_SIZES, attention_bias=True, mlp_bias=True, hidden_act="gelu"),
     }
 
 

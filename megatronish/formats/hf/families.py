@@ -1,5 +1,6 @@
 """Table of the Hugging Face families that can be read and written, by `model_type`."""
 
+from megatronish.formats.hf.arcee import ARCEE
 from megatronish.formats.hf.bert import BERT
 from megatronish.formats.hf.bloom import BLOOM
 from megatronish.formats.hf.cohere import COHERE
@@ -75,6 +76,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "ernie4_5": ERNIE4_5,
     "cohere2": COHERE2,
     "olmo3": OLMO3,
+    "arcee": ARCEE,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": KIMI_K2,
     "deepseek_v2": DEEPSEEK_V2,
