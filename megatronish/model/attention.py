@@ -173,13 +173,15 @@ class Attention(nn.Module):
         """[S, B, D] -> [S, B, N/tp, H], [S, B, K/tp, H], [S, B, K/tp, H], normalised, clipped, rotated and scaled."""
         parts = self.qkv(x, drop=context).split(self.local_sections, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_size)) for part in parts)
-        if self.spec.qk_norm:
+        if self.spec.qk_norm and not self.spec.norm_after_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if (bound := self.spec.clip) is not None:
             q, k, v = (part.clamp(-bound, bound) for part in (q, k, v))
         if context.rotations is not None and self.spec.rotary:
             rotation = context.rotations.windowed if self.is_windowed else context.rotations.everywhere
             q, k = (rotate(part, rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))
+        if self.spec.qk_norm and self.spec.norm_after_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
         # Every operation of core attention divides scores by the root of the size of a head.
         return q if self.spec.factor is None else q * self.spec.factor, k, v
 

@@ -26,6 +26,7 @@ MODELS = (
     replace(GPT, num_experts=8, moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=2),
     replace(GPT, num_experts=4, moe_router_topk_scaling_factor=2.5),
     replace(GPT, qk_layernorm=True),
+    replace(ROPE, qk_layernorm=True),
     replace(YARN, multi_latent_attention=True),
 )
 NAMES = [field.name for field in fields(ModelConfig)]
@@ -75,6 +76,7 @@ def test_the_fields_that_training_alone_reads_are_these() -> None:
         (GPT, {"add_attention_bias": True, "add_mlp_bias": True}),
         (GPT, {"no_rope_freq": "2", "window_attn_skip_freq": "2", "glu_linear_offset": 1.0}),
         (GPT, {"activation_func_clamp_value": 7.0}),
+        (replace(GPT, qk_layernorm=True), {"qk_layernorm_after_rope": True}),
         (ROPE, {"no_rope_freq": "[0]*2"}),
         (replace(GPT, window_size=3), {"window_attn_skip_freq": "[1, 1]"}),
         (GPT, {"attention_block_size": 16, "attention_local_blocks": 2, "attention_pattern_seed": 3}),

@@ -69,6 +69,7 @@ MODELS = {
     "llama with biases of the MLP": replace(LLAMA, add_mlp_bias=True),
     "qwen3": replace(LLAMA, qk_layernorm=True, kv_channels=64),
     "olmoe": replace(LLAMA, qk_layernorm=True, qk_layernorm_across_heads=True),
+    "hunyuan": replace(LLAMA, qk_layernorm=True, qk_layernorm_after_rope=True),
     "gpt2 with qk-norm": replace(GPT2, qk_layernorm=True),
     "mistral": replace(LLAMA, window_size=32),
     "bloom": replace(GPT2, position_embedding_type="alibi", embed_layernorm=True),

@@ -29,7 +29,7 @@ NEWER = (
         "olmo",
     ),
     *("stablelm", "cohere", "gptj", "opt", "nemotron", "helium", "seed_oss", "exaone4", "ernie4_5", "cohere2", "olmo3"),
-    "arcee",
+    *("arcee", "hunyuan_v1_dense"),
 )
 CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
@@ -79,6 +79,10 @@ def test_a_config_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
         ),
         ("olmo3", {"windowed_layers": (True, True, True, False) * 8, "rotary_base": 5e5}),
         ("arcee", {"activation": "squared_relu", "normalization": "RMSNorm", "ffn_size": 18432, "mlp_bias": False}),
+        (
+            "hunyuan_v1_dense",
+            {"qk_layernorm": True, "qk_layernorm_after_rope": True, "rotary_base": 1e4, "tied": False},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -99,6 +103,19 @@ def test_keys_that_switch_parts_are_understood(tmp_path: Path) -> None:
     assert (granite.softmax_scale, granite.logits_multiplier) == (0.0078125, 0.125)
     both = model_of(tmp_path, {"model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True})
     assert (both.norm_placement, both.qk_layernorm_by_head) == ("parallel", True)
+
+
+def test_the_alpha_of_hunyuan_is_a_larger_base(tmp_path: Path) -> None:
+    scaling = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "type": "dynamic"}
+    origin = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "rope_scaling": scaling, "use_qk_norm": True}
+    model = model_of(tmp_path, origin)
+    assert (model.rope_scaling, model.rotary_base) == ("none", pytest.approx(1e4 * 1000 ** (128 / 126), rel=1e-15))
+    newer = {**origin, "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 1e4}}
+    del newer["rope_scaling"]
+    assert model_of(tmp_path, newer) == model
+    again = hf_config_of(model, vocab_size=290943, seq_length=2048)
+    assert (again["rope_theta"], again["rope_scaling"]) == (model.rotary_base, None)
+    assert hf_config_of(model, vocab_size=290943, seq_length=2048, origin=origin) == origin
 
 
 def test_keys_that_transformers_does_not_read_are_not_read(tmp_path: Path) -> None:
@@ -209,6 +226,13 @@ def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Pa
         ("exaone4", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "and sliding_window is null"),
         ("stablelm", {"use_qkv_bias": "yes"}, 'use_qkv_bias="yes" must be true or false'),
         ("glm4", {"partial_rotary_factor": "half"}, "must be a number that is not negative"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=true shares keys and values between layers"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm=false leaves out norms of queries and keys"),
+        ("hunyuan_v1_dense", {"mlp_bias": True}, "mlp_bias=true is not there in this family"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "in the way of 'dynamic'; none"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1}}, "must be a number that is not nega"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1e12}}, "has an alpha of more than"),
+        ("hunyuan_v1_dense", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 2}}, "and 2 is too small"),
         ("arcee", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported; gelu, '),
     ],
     ids=str,

@@ -64,6 +64,7 @@ VARIANTS = {
     "mistral": replace(LLAMA, window_size=6),
     "qwen": replace(LLAMA, add_qkv_bias=True, qk_layernorm=True),
     "olmoe": replace(LLAMA, qk_layernorm=True, qk_layernorm_across_heads=True, clip_qkv=0.4),
+    "hunyuan": replace(LLAMA, qk_layernorm=True, qk_layernorm_after_rope=True, clip_qkv=2.0),
     "bloom": replace(GPT2, position_embedding_type="alibi", embed_layernorm=True, openai_gelu=True),
     "alibi in a window": replace(LLAMA, position_embedding_type="alibi", window_size=6),
     "gpt-oss": replace(
@@ -265,13 +266,15 @@ def _plain_attention(
     for head in range(heads):
         kv_head = head // (heads // kv_heads)
         q, k, v = qkv[:, head], qkv[:, heads + kv_head], qkv[:, heads + kv_heads + kv_head]
+        if config.position_embedding_type == "rope" and config.qk_layernorm_after_rope:
+            q, k = _plain_rope(config, q, positions), _plain_rope(config, k, positions)
         if config.qk_layernorm and not config.qk_layernorm_across_heads:
             own = dict(w)
             if config.qk_layernorm_by_head:
                 for name, number in (("q_norm", head), ("k_norm", kv_head)):
                     own[f"attention.{name}.weight"] = w[f"attention.{name}.weight"].view(-1, size)[number]
             q, k = (_plain_norm(config, own, f"attention.{n}_norm", part) for n, part in (("q", q), ("k", k)))
-        if config.position_embedding_type == "rope":
+        if config.position_embedding_type == "rope" and not config.qk_layernorm_after_rope:
             q, k = _plain_rope(config, q, positions), _plain_rope(config, k, positions)
         rows = []
         for i in range(S):

@@ -151,6 +151,14 @@ def dense_configs() -> dict[str, transformers.PreTrainedConfig]:
     return {
         "arcee": t.ArceeConfig(**_SIZES),
         "arcee-biases": t.ArceeConfig(**_SIZES, attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+        "hunyuan_v1_dense": t.HunYuanDenseV1Config(**_SIZES, pad_token_id=None),
+        "hunyuan_v1_dense-alpha": t.HunYuanDenseV1Config(
+            **_SIZES,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 50.0, "factor": 1.0, "alpha": 1000.0},
+            attention_bias=True,
+            tie_word_embeddings=True,
+            pad_token_id=None,
+        ),
     }
 
 

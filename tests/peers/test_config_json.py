@@ -37,7 +37,10 @@ STRETCHED = {
 
 KINDS = [kind for kind in FAMILIES if kind != "kimi_k2"]
 """Model types that transformers knows: a Kimi K2 brings code of its own, and is a DeepSeek-V3."""
-NEEDED: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_experts_per_tok": 6}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+}
 """Keys without which a config.json describes no model there."""
 
 

@@ -69,6 +69,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_multiplier": 0.5,
         },
     ),
+    "hunyuan": ("qwen", {"qk_layernorm_after_rope": True}),
 }
 CASES: list[tuple[str, Layout, Chosen]] = [
     ("gemma 2", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "documents": True}),
@@ -92,10 +93,14 @@ CASES: list[tuple[str, Layout, Chosen]] = [
     ("cohere", Layout(tp=2), {"sequence_parallel": True, "recompute": "uniform", "dropout": 0.1}),
     ("cohere", Layout(dp=2, tp=2), {"zero": 2, "sequence_parallel": False, "tied": False, "optimizer": "muon"}),
     ("cohere", Layout(cp=2, pp=2), {"cp_comm_type": "p2p", "schedule": "1f1b", "documents": True}),
+    ("hunyuan", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "recompute": "selective"}),
+    ("hunyuan", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True}),
+    ("hunyuan", Layout(dp=2, pp=2), {"zero": 3, "schedule": "1f1b", "recompute": "block"}),
 ]
 ADAPTED: list[tuple[str, Layout, Chosen]] = [
     ("gemma 2", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "adapter": "lora"}),
     ("gpt-neox", Layout(tp=2), {"sequence_parallel": True, "adapter": "ia3"}),
+    ("hunyuan", Layout(tp=2), {"sequence_parallel": True, "adapter": "ia3"}),
 ]
 
 

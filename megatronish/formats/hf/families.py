@@ -18,6 +18,7 @@ from megatronish.formats.hf.gpt_neox import GPT_NEOX
 from megatronish.formats.hf.gptj import GPTJ
 from megatronish.formats.hf.granite import GRANITE
 from megatronish.formats.hf.helium import HELIUM
+from megatronish.formats.hf.hunyuan import HUNYUAN
 from megatronish.formats.hf.llama import LLAMA
 from megatronish.formats.hf.mistral import MISTRAL
 from megatronish.formats.hf.mixtral import MIXTRAL
@@ -77,6 +78,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "cohere2": COHERE2,
     "olmo3": OLMO3,
     "arcee": ARCEE,
+    "hunyuan_v1_dense": HUNYUAN,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": KIMI_K2,
     "deepseek_v2": DEEPSEEK_V2,

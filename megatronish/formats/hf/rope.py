@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.family import CORRECT, ConfigJson
+from megatronish.formats.hf.family import CORRECT, LARGEST_WHOLE, ConfigJson
 from megatronish.formats.hf.window import FULL, SLIDING
 
 ORIGINAL = "original_max_position_embeddings"
@@ -71,6 +71,27 @@ def write_rope(model: ModelConfig, *, turned: bool = False, latent: bool = False
     if model.rope_scaling == "yarn" and latent:
         scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
     return {"rope_theta": model.rotary_base, "rope_scaling": scaling, **part}
+
+
+def without_alpha(config: ConfigJson) -> ConfigJson:
+    """The config with a larger base in the place of a RoPE that a fixed `alpha` stretches (Hunyuan).
+
+    Hunyuan calls it dynamic, but no frequency depends on the length of a text: the base is that much larger.
+    """
+    rope, spelled = _parameters(config)
+    kind = rope.values.get("rope_type", rope.values.get("type"))
+    if kind != "dynamic" or not rope.values.get("alpha"):
+        return config
+    heads, hidden_size = config.whole("num_attention_heads"), config.whole("hidden_size")
+    size = config.whole("head_dim", null=max(1, hidden_size // heads))
+    if size <= 2:
+        config.refuse(spelled, f"stretches the base of RoPE by a power of the size of a head, and {size} is too small")
+    alpha = rope.number("alpha")
+    if alpha > LARGEST_WHOLE:
+        config.refuse(spelled, f"has an alpha of more than {LARGEST_WHOLE}", remedy=CORRECT)
+    base = rope.number("rope_theta", null=config.number("rope_theta", null=BASE)) * alpha ** (size / (size - 2))
+    plain = {key: value for key, value in config.values.items() if key not in ("rope_scaling", "rope_parameters")}
+    return ConfigJson(config.path, plain | {"rope_theta": base}, {})
 
 
 def split_rope(config: ConfigJson) -> tuple[ConfigJson, float | None]:
