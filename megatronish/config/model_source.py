@@ -202,6 +202,7 @@ ROPE_SCALING: dict[str, tuple[str, ...]] = {
         "rope_low_freq_factor",
         "rope_high_freq_factor",
     ),
+    "longrope": ("rope_scaling_factor", "rope_original_max_positions", "rope_short_factor", "rope_long_factor"),
     "yarn": (
         "rope_scaling_factor",
         "rope_original_max_positions",

@@ -49,6 +49,11 @@ OTHERS: list[dict[str, Any]] = [
     {"model_type": "t5", "position_embedding_type": "relative", "dataset_type": "chat", "vocab_extra_ids": 9},
     {"packing": "best-fit"},
     {"multi_latent_attention": True},
+    {"position_embedding_type": "rope", "rope_scaling_type": "longrope", "rope_short_factor": (1.0,) * 8},
+    {
+        **{"position_embedding_type": "rope", "rope_scaling_type": "longrope", "rope_short_factor": (1.0,)},
+        **{"multi_latent_attention": True},
+    },
     {"qk_layernorm": True, "qk_layernorm_after_rope": True},
     {"multi_latent_attention": True, "position_embedding_type": "rope", "rope_mscale": 2.0},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},

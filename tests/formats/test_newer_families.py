@@ -31,6 +31,7 @@ NEWER = (
     *("stablelm", "cohere", "gptj", "opt", "nemotron", "helium", "seed_oss", "exaone4", "ernie4_5", "cohere2", "olmo3"),
     *("arcee", "hunyuan_v1_dense"),
 )
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.25] * 24, "long_factor": [1.5, 4] * 24}
 CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
@@ -103,6 +104,32 @@ def test_keys_that_switch_parts_are_understood(tmp_path: Path) -> None:
     assert (granite.softmax_scale, granite.logits_multiplier) == (0.0078125, 0.125)
     both = model_of(tmp_path, {"model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True})
     assert (both.norm_placement, both.qk_layernorm_by_head) == ("parallel", True)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_the_longrope_of_phi_3_is_read_and_written(tmp_path: Path, name: str) -> None:
+    lengths = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    heads = {"num_attention_heads": 24, "partial_rotary_factor": 0.75}  # as Phi-4 mini has them
+    origin = {"model_type": "phi3", **lengths, **heads, "rope_scaling": LONGROPE | {"type": name}}
+    model = model_of(tmp_path, origin)
+    assert (model.rope_scaling, model.short_context, model.rope_scaling_factor) == ("longrope", 4096, 32.0)
+    assert model.rope_long_factor == (1.5, 4.0) * 24
+    assert model.rotary_growth == pytest.approx((1 + 5 / 12) ** 0.5)
+    assert hf_config_of(model, vocab_size=32064, seq_length=131072, origin=origin) == origin
+    again = hf_config_of(model, vocab_size=32064, seq_length=131072)
+    assert {key: again[key] for key in (*lengths, "rope_scaling")} == {**lengths, "rope_scaling": LONGROPE}
+    longer = hf_config_of(model, vocab_size=32064, seq_length=262144)
+    assert (longer["max_position_embeddings"], longer["rope_scaling"]["factor"]) == (262144, 32.0)
+    assert model_of(tmp_path, longer) == replace(model, max_position_embeddings=262144)
+
+
+def test_longrope_is_in_other_families_too(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    scaling = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 2048, **factors}
+    model = model_of(tmp_path, {"model_type": "llama", "rope_scaling": scaling})
+    assert (model.short_context, model.rope_long_factor) == (2048, (2.0,) * 64)
+    again = hf_config_of(model, vocab_size=32000, seq_length=8192)
+    assert (again["model_type"], again["rope_scaling"]) == ("llama", scaling)
 
 
 def test_the_alpha_of_hunyuan_is_a_larger_base(tmp_path: Path) -> None:
@@ -188,8 +215,17 @@ def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Pa
         ("olmo", {"clip_qkv": 0.0}, "clip_qkv=0.0 makes all queries, keys and values zero"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window=true is not supported in this family"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "must be a list of 0 and 1 for the 36 layers"),
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "in the way of 'longrope'; none, linear"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "must have a list of numbers above 0 under short_factor"),
+        ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [0] * 48}}, "a list of numbers above 0 under long_factor"),
+        (
+            "phi3",
+            {"rope_scaling": LONGROPE | {"long_factor": [1]}},
+            "has 1 numbers under long_factor, and RoPE turns 48",
+        ),
+        ("phi3", {"rope_scaling": LONGROPE | {"attention_factor": 3}}, "multiplies attention by 3, and longrope with"),
+        ("phi3", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 8}}, "contradicts the 8 of RoPE's"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "where transformers has LongRoPE alone"),
+        ("phi3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "in the way of 'dynamic'; none, linear"),
         ("cohere", {"logit_scale": 0.0}, "logit_scale=0.0 makes all logits zero"),
         ("gptj", {"rotary_dim": 512}, "rotary_dim=512 must be at most the 256 of a head"),
         ("gptj", {"n_head": 15}, "n_head=15 must divide n_embd=4096"),

@@ -148,7 +148,26 @@ def newer_configs() -> dict[str, transformers.PreTrainedConfig]:
 def dense_configs() -> dict[str, transformers.PreTrainedConfig]:
     """Families of 2024 to 2026, each with an MLP, a RoPE or a norm that no other has."""
     t = transformers
+    phi3 = {key: value for key, value in _SIZES.items() if key != "head_dim"} | {"hidden_size": 32}
+    factors = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 4.0]}
+    longrope = {"rope_type": "longrope", "rope_theta": 50.0, **factors}
     return {
+        "phi3-longrope": t.Phi3Config(
+            **phi3,
+            original_max_position_embeddings=8,
+            rope_parameters={**longrope, "partial_rotary_factor": 0.75},
+            pad_token_id=None,
+        ),
+        "phi3-longrope-short": t.Phi3Config(
+            **phi3,
+            original_max_position_embeddings=32,
+            rope_parameters={**longrope, "partial_rotary_factor": 0.75},
+            pad_token_id=None,
+        ),
+        "llama-longrope": t.LlamaConfig(
+            **(_SIZES | {"head_dim": 6}),
+            rope_parameters={**longrope, "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
         "arcee": t.ArceeConfig(**_SIZES),
         "arcee-biases": t.ArceeConfig(**_SIZES, attention_bias=True, mlp_bias=True, hidden_act="gelu"),
         "hunyuan_v1_dense": t.HunYuanDenseV1Config(**_SIZES, pad_token_id=None),

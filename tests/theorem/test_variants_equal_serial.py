@@ -13,6 +13,13 @@ from theorem_cases import adapted_problem_of, choices, name_of, problem_of, spre
 
 from megatronish.core.layout import Layout
 
+LONGROPE: dict[str, Any] = {
+    "rope_scaling_type": "longrope",
+    "rope_scaling_factor": 4.0,
+    "rope_short_factor": (1.0, 1.5),
+    "rope_long_factor": (1.2, 4.0),
+    "rotary_base": 20.0,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 2": (
         "llama",
@@ -69,6 +76,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_multiplier": 0.5,
         },
     ),
+    "phi 3, long": ("llama", LONGROPE | {"rope_original_max_positions": 8, "window_size": 7}),
+    "phi 3, short": ("llama", LONGROPE | {"rope_original_max_positions": 32}),
     "hunyuan": ("qwen", {"qk_layernorm_after_rope": True}),
 }
 CASES: list[tuple[str, Layout, Chosen]] = [
@@ -93,6 +102,11 @@ CASES: list[tuple[str, Layout, Chosen]] = [
     ("cohere", Layout(tp=2), {"sequence_parallel": True, "recompute": "uniform", "dropout": 0.1}),
     ("cohere", Layout(dp=2, tp=2), {"zero": 2, "sequence_parallel": False, "tied": False, "optimizer": "muon"}),
     ("cohere", Layout(cp=2, pp=2), {"cp_comm_type": "p2p", "schedule": "1f1b", "documents": True}),
+    ("phi 3, long", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True, "dropout": 0.1}),
+    ("phi 3, long", Layout(cp=2, tp=2), {"cp_comm_type": "a2a", "sequence_parallel": True}),
+    ("phi 3, long", Layout(pp=2), {"schedule": "zb-v", "num_microbatches": 3, "recompute": "selective"}),
+    ("phi 3, short", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True}),
+    ("phi 3, short", Layout(dp=2), {"zero": 3, "recompute": "uniform"}),
     ("hunyuan", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "recompute": "selective"}),
     ("hunyuan", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True}),
     ("hunyuan", Layout(dp=2, pp=2), {"zero": 3, "schedule": "1f1b", "recompute": "block"}),

@@ -1,5 +1,6 @@
 """Rules on the sizes of a model, its position embedding, its gates and its patterns of layers."""
 
+import math
 from collections.abc import Callable
 
 from megatronish.config.config import Config
@@ -82,6 +83,23 @@ def _rope_scaling(config: Config) -> str | None:
             f"rope_beta_fast={model.rope_beta_fast} must be greater than rope_beta_slow={model.rope_beta_slow}; "
             "the defaults are 32 and 1"
         )
+    return None
+
+
+def _factors_of_longrope(config: Config) -> str | None:
+    model = config.model
+    if model.rope_scaling != "longrope":
+        return None
+    pairs = model.rotary_size // 2
+    for name in ("rope_short_factor", "rope_long_factor"):
+        factors, flag = getattr(model, name), FIELDS[name].flag
+        if len(factors) != pairs:
+            return (
+                f"{name} has {len(factors)} numbers, and rope_scaling_type=longrope needs one for each of the {pairs} "
+                f"pairs of a head that RoPE turns; give {pairs} with {flag}"
+            )
+        if not all(0 < factor < math.inf for factor in factors):
+            return f"{name} has {min(factors):g}, and frequencies are divided by it; use numbers above 0 with {flag}"
     return None
 
 
@@ -184,6 +202,13 @@ RULES = (
         _rope_head,
     ),
     ConfigRule(("rope_scaling_type", "position_embedding_type", *_SCALING), _rope_scaling),
+    ConfigRule(
+        (
+            *("rope_scaling_type", "position_embedding_type", "rope_short_factor", "rope_long_factor", "hidden_size"),
+            *("num_attention_heads", "kv_channels", "rotary_percent", "multi_latent_attention", "qk_pos_emb_head_dim"),
+        ),
+        _factors_of_longrope,
+    ),
     _pattern(
         "window_attn_skip_freq",
         "window_size or attention_pattern",

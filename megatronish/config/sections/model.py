@@ -171,12 +171,12 @@ class DenseOptions:
     """Part of each head that RoPE turns."""
     rotary_interleaved: bool = False
     """RoPE turns neighbouring pairs instead of the two halves of a head."""
-    rope_scaling_type: Literal["none", "linear", "llama3", "yarn"] = "none"
+    rope_scaling_type: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     """How RoPE is stretched to longer contexts. Megatron's --use-rope-scaling is llama3."""
     rope_scaling_factor: Annotated[float, greater_than(0)] = 8.0
     """How many times longer the stretched context is."""
     rope_original_max_positions: Annotated[int, at_least(1), at_most(2**31 - 1)] = 8192
-    """Context length the model had before stretching (llama3, yarn)."""
+    """Context length the model had before stretching (llama3, yarn, longrope)."""
     rope_low_freq_factor: Annotated[float, greater_than(0)] = 1.0
     """llama3: wavelengths longer than the original context / this are fully stretched."""
     rope_high_freq_factor: Annotated[float, greater_than(0)] = 4.0
@@ -185,6 +185,10 @@ class DenseOptions:
     """yarn: turns over the original context above which a wavelength is left alone."""
     rope_beta_slow: Annotated[float, greater_than(0)] = 1.0
     """yarn: turns over the original context below which a wavelength is fully stretched."""
+    rope_short_factor: tuple[float, ...] = ()
+    """longrope: for each pair of a head that RoPE turns, what divides its frequency in the original context."""
+    rope_long_factor: tuple[float, ...] = ()
+    """longrope: what divides it in longer texts; training counts --seq-length, generation each text so far."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Which norm."""
     norm_epsilon: Annotated[float, greater_than(0)] = 1e-5
@@ -345,7 +349,7 @@ class DenseOptions:
         return not self.untie_embeddings_and_output_weights
 
     @property
-    def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn"]:
+    def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn", "longrope"]:
         """Kind of RoPE scaling, "none" without RoPE."""
         return self.rope_scaling_type if self.position_embedding_type == "rope" else "none"
 
@@ -385,8 +389,16 @@ class ModelConfig(ExpertOptions, PatternOptions, LatentOptions, BlockOptions, De
 
     @property
     def rotary_growth(self) -> float:
-        """Factor of cos and sin."""
+        """Factor of cos and sin: that of YaRN, or LongRoPE's root of 1 + ln(factor) / ln(original context)."""
+        factor, original = self.rope_scaling_factor, self.rope_original_max_positions
+        if self.rope_scaling == "longrope":
+            return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
         return self.yarn_growth(self.rope_mscale) / self.yarn_growth(self.rope_mscale_all_dim)
+
+    @property
+    def short_context(self) -> int | None:
+        """Tokens of the longest text that LongRoPE turns by its short factors; None for another RoPE."""
+        return self.rope_original_max_positions if self.rope_scaling == "longrope" else None
 
     @property
     def placement(self) -> NormPlacement:
