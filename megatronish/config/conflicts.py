@@ -32,7 +32,7 @@ TOKENS = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens")
 LOSS_SCALE_RULE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _SPLIT_DATA = ("train_data_path", "valid_data_path", "test_data_path", "multiple_validation_sets")
 _ONE_ACTIVATION = "an MLP has one activation"
-_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "openai_gelu")
+_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "xielu", "openai_gelu")
 
 CONFLICTS = (
     Conflict(

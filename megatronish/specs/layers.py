@@ -80,13 +80,20 @@ class MLPSpec:
         ReLU keeps its output, which is the input of the second product.
         """
         hidden, sections = model.hidden_size, tuple(self.sections.items())
-        return LayerCost(
+        linears = LayerCost(
             linears=(
                 LinearShape(hidden, self.features, "column", self.bias, name=f"{name}.fc1", sections=sections),
                 LinearShape(self.ffn_size, hidden, "row", self.bias, name=f"{name}.fc2", sections=(("down", hidden),)),
             ),
             kept=Count(split=(0 if self.activation == "relu" else self.features) + self.activated_gate),
         )
+        if self.activation != "xielu":
+            return linears
+        alpha_p, alpha_n = (
+            LayerCost(vectors=Count(whole=1), vectors_name=f"{name}.xielu.{alpha}", vectors_see_parts=True)
+            for alpha in ("alpha_p", "alpha_n")
+        )
+        return alpha_p + alpha_n + linears
 
     def more_kept(self, size: ActivationBytes, *, fused: bool, learns: bool) -> float:
         """Bytes that a GPU keeps more than the cost row says, with fused operators or without."""

@@ -49,6 +49,7 @@ OTHERS: list[dict[str, Any]] = [
     {"model_type": "t5", "position_embedding_type": "relative", "dataset_type": "chat", "vocab_extra_ids": 9},
     {"packing": "best-fit"},
     {"multi_latent_attention": True},
+    {"xielu": True, "num_experts": 4},
     {"position_embedding_type": "rope", "rope_scaling_type": "longrope", "rope_short_factor": (1.0,) * 8},
     {
         **{"position_embedding_type": "rope", "rope_scaling_type": "longrope", "rope_short_factor": (1.0,)},

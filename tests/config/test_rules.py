@@ -226,6 +226,8 @@ from megatronish.config.fields import FIELDS
             "--rope-long-factor 1 0",
             r"^rope_long_factor has 0, and frequencies are divided by it; use numbers above 0 with --rope-long-factor",
         ),
+        ("--xielu --num-experts 4", r"^xielu learns two numbers for each layer, and num_experts=4 leaves open for wh"),
+        ("--xielu --squared-relu", r"contradicts .*: an MLP has one activation; leave one of them out"),
         ("--rope-scaling-type yarn", r"^rope_scaling_type=yarn needs position_embedding_type=rope"),
         (
             "--global-batch-size 7",

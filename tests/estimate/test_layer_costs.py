@@ -61,6 +61,7 @@ MODELS = {
     "gpt2, weights of norms minus 1": replace(GPT2, apply_layernorm_1p=True),
     "tanh gelu": replace(GPT2, openai_gelu=True, ffn_hidden_size=96),
     "squared relu": replace(GPT2, squared_relu=True),
+    "apertus": replace(LLAMA, swiglu=False, xielu=True, ffn_hidden_size=320, qk_layernorm=True),
     "llama": LLAMA,
     "llama, weights of norms minus 1": replace(LLAMA, apply_layernorm_1p=True),
     "llama with biases": replace(LLAMA, disable_bias_linear=False),

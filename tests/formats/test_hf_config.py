@@ -556,6 +556,7 @@ def test_what_a_run_changed_is_changed_and_no_more(tmp_path: Path) -> None:
         ({"rotary_interleaved": True, "disable_bias_linear": False}, "ernie4_5"),
         ({"squared_relu": True, "swiglu": False}, "arcee"),
         ({"qk_layernorm": True, "qk_layernorm_after_rope": True}, "hunyuan_v1_dense"),
+        ({"xielu": True, "swiglu": False, "qk_layernorm": True}, "apertus"),
     ],
     ids=str,
 )

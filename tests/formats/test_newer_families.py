@@ -29,8 +29,9 @@ NEWER = (
         "olmo",
     ),
     *("stablelm", "cohere", "gptj", "opt", "nemotron", "helium", "seed_oss", "exaone4", "ernie4_5", "cohere2", "olmo3"),
-    *("arcee", "hunyuan_v1_dense"),
+    *("arcee", "hunyuan_v1_dense", "apertus"),
 )
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.25] * 24, "long_factor": [1.5, 4] * 24}
 CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
@@ -80,6 +81,7 @@ def test_a_config_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
         ),
         ("olmo3", {"windowed_layers": (True, True, True, False) * 8, "rotary_base": 5e5}),
         ("arcee", {"activation": "squared_relu", "normalization": "RMSNorm", "ffn_size": 18432, "mlp_bias": False}),
+        ("apertus", {"activation": "xielu", "qk_layernorm": True, "rope_scaling": "llama3", "rotary_base": 1.2e7}),
         (
             "hunyuan_v1_dense",
             {"qk_layernorm": True, "qk_layernorm_after_rope": True, "rotary_base": 1e4, "tied": False},
@@ -121,6 +123,18 @@ def test_the_longrope_of_phi_3_is_read_and_written(tmp_path: Path, name: str) ->
     longer = hf_config_of(model, vocab_size=32064, seq_length=262144)
     assert (longer["max_position_embeddings"], longer["rope_scaling"]["factor"]) == (262144, 32.0)
     assert model_of(tmp_path, longer) == replace(model, max_position_embeddings=262144)
+
+
+def test_the_rope_of_apertus_means_the_same_in_both_versions(tmp_path: Path) -> None:
+    """Where it is plain, a null would be the default of transformers 5, which is stretched."""
+    plain = {"rope_type": "default", "rope_theta": 5e4}
+    model = model_of(tmp_path, {"model_type": "apertus", "rope_parameters": plain})
+    assert (model.rope_scaling, model.rotary_base) == ("none", 5e4)
+    again = hf_config_of(model, vocab_size=131072, seq_length=65536)
+    assert (again["rope_theta"], again["rope_scaling"], again["rope_parameters"]) == (5e4, None, plain)
+    assert model_of(tmp_path, again) == model
+    older = {"rope_theta": 12000000, "rope_scaling": {"rope_type": "llama3", "factor": 8.0} | LLAMA3}
+    assert model_of(tmp_path, {"model_type": "apertus", **older}) == model_of(tmp_path, {"model_type": "apertus"})
 
 
 def test_longrope_is_in_other_families_too(tmp_path: Path) -> None:
@@ -269,6 +283,15 @@ def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Pa
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1}}, "must be a number that is not nega"),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1e12}}, "has an alpha of more than"),
         ("hunyuan_v1_dense", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 2}}, "and 2 is too small"),
+        ("apertus", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported; gelu, '),
+        (
+            "apertus",
+            {"rope_scaling": None, "rope_theta": 1e4},
+            "rope_scaling=null without a scaling of RoPE is ignored",
+        ),
+        ("apertus", {"rope_theta": 1e4}, "rope_theta=10000.0 without a scaling of RoPE is ignored by newer versions"),
+        ("apertus", {"post_norm": True}, "post_norm=true has norms after sublayers"),
+        ("apertus", {"qk_norm": False}, "qk_norm=false leaves out norms of queries and keys"),
         ("arcee", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported; gelu, '),
     ],
     ids=str,

@@ -121,6 +121,8 @@ VARIANTS = {
     "stablelm": replace(LLAMA, normalization="LayerNorm", qk_layernorm=True, qk_layernorm_by_head=True),
     "olmo": replace(LLAMA, normalization="LayerNorm", norm_parameters="none", clip_qkv=0.6),
     "rms by head": replace(LLAMA, qk_layernorm=True, qk_layernorm_by_head=True, norm_parameters="none"),
+    "apertus": replace(LLAMA, swiglu=False, xielu=True, qk_layernorm=True),
+    "xielu with biases": replace(GPT2, xielu=True),
     "opt": replace(GPT2, relu=True, position_offset=2),
     "a sandwich with sinks": replace(
         GPT2, norm_placement="sandwich", residual_multiplier=0.6, attn_logit_softcapping=2.0, softmax_type="learnable"
@@ -247,6 +249,9 @@ def _plain_mlp(config: ModelConfig, w: dict[str, Tensor], x: Tensor) -> Tensor:
             gate, up = torch.minimum(gate, limit), torch.maximum(torch.minimum(up, limit), -limit)
         alpha = 1.702 if config.quick_geglu else 1.0
         h = gate / (1 + (-alpha * gate).exp()) * (up + config.glu_linear_offset)
+    elif config.xielu:
+        positive, negative = ((1 + w[f"mlp.xielu.alpha_{sign}"].exp()).log() for sign in "pn")
+        h = torch.where(h > 0, positive * h * h + h / 2, (negative + 0.5) * (h.exp() - 1 - h) + h / 2)
     elif config.squared_relu:
         h = h.clamp(min=0) ** 2
     elif config.openai_gelu:

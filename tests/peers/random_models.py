@@ -168,6 +168,18 @@ def dense_configs() -> dict[str, transformers.PreTrainedConfig]:
             **(_SIZES | {"head_dim": 6}),
             rope_parameters={**longrope, "factor": 4.0, "original_max_position_embeddings": 64},
         ),
+        "apertus": t.ApertusConfig(
+            **_SIZES,
+            rope_parameters={"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, **_LLAMA3},
+            pad_token_id=None,
+        ),
+        "apertus-relu2": t.ApertusConfig(
+            **_SIZES,
+            hidden_act="relu2",
+            attention_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+            pad_token_id=None,
+        ),
         "arcee": t.ArceeConfig(**_SIZES),
         "arcee-biases": t.ArceeConfig(**_SIZES, attention_bias=True, mlp_bias=True, hidden_act="gelu"),
         "hunyuan_v1_dense": t.HunYuanDenseV1Config(**_SIZES, pad_token_id=None),

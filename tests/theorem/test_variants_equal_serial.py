@@ -78,6 +78,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi 3, long": ("llama", LONGROPE | {"rope_original_max_positions": 8, "window_size": 7}),
     "phi 3, short": ("llama", LONGROPE | {"rope_original_max_positions": 32}),
+    "apertus": ("qwen", {"swiglu": False, "xielu": True, "rope_scaling_type": "llama3", "rotary_base": 50.0}),
     "hunyuan": ("qwen", {"qk_layernorm_after_rope": True}),
 }
 CASES: list[tuple[str, Layout, Chosen]] = [
@@ -107,6 +108,15 @@ CASES: list[tuple[str, Layout, Chosen]] = [
     ("phi 3, long", Layout(pp=2), {"schedule": "zb-v", "num_microbatches": 3, "recompute": "selective"}),
     ("phi 3, short", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True}),
     ("phi 3, short", Layout(dp=2), {"zero": 3, "recompute": "uniform"}),
+    ("apertus", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1}),
+    ("apertus", Layout(tp=2), {"sequence_parallel": False, "optimizer": "muon", "recompute": "uniform"}),
+    ("apertus", Layout(tp=2, pp=2), {"schedule": "zb-h1", "sequence_parallel": True, "num_microbatches": 3}),
+    ("apertus", Layout(pp=2), {"schedule": "zb-v", "num_microbatches": 3, "recompute": "block"}),
+    ("apertus", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True}),
+    ("apertus", Layout(dp=2), {"zero": 1, "dropout": 0.1}),
+    ("apertus", Layout(dp=2), {"zero": 2}),
+    ("apertus", Layout(dp=2, tp=2), {"zero": 3, "sequence_parallel": True, "recompute": "uniform"}),
+    ("apertus", Layout(dp=3), {"zero": 3}),
     ("hunyuan", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "recompute": "selective"}),
     ("hunyuan", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True}),
     ("hunyuan", Layout(dp=2, pp=2), {"zero": 3, "schedule": "1f1b", "recompute": "block"}),
@@ -115,6 +125,8 @@ ADAPTED: list[tuple[str, Layout, Chosen]] = [
     ("gemma 2", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "adapter": "lora"}),
     ("gpt-neox", Layout(tp=2), {"sequence_parallel": True, "adapter": "ia3"}),
     ("hunyuan", Layout(tp=2), {"sequence_parallel": True, "adapter": "ia3"}),
+    ("apertus", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "adapter": "lora"}),
+    ("apertus", Layout(tp=2), {"sequence_parallel": False, "adapter": "qlora"}),
 ]
 
 

@@ -54,6 +54,7 @@ DIFFERENCES: dict[str, str] = {
     "qk_layernorm_1p": "In Megatron-LM `--apply-layernorm-1p` is of these norms, too; conversions know it.",
     "qk_layernorm_after_rope": "Not in Megatron-LM, whose norm comes before RoPE.",
     "qk_layernorm_by_head": "Not in Megatron-LM, whose heads share a weight.",
+    "xielu": "Not in Megatron-LM.",
     "glu_linear_offset": "With `--swiglu` Megatron-LM wants `--no-bias-swiglu-fusion` for it; here it is always there.",
     "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it silently; here it "
     "clamps either gated activation.",

@@ -166,6 +166,20 @@ def _gate(config: Config) -> str | None:
     return f"{', '.join(given)} needs a gated MLP; add --quick-geglu or --swiglu, or leave it out"
 
 
+def _xielu(config: Config) -> str | None:
+    model = config.model
+    if not model.xielu:
+        return None
+    if model.model_type != "gpt":
+        return f"xielu is of the layers of a GPT, and model_type={model.model_type} has others; use another activation"
+    if model.num_experts is not None:
+        return (
+            f"xielu learns two numbers for each layer, and num_experts={model.num_experts} leaves open for which MLP; "
+            "use another activation"
+        )
+    return None
+
+
 def _norm_across_heads(config: Config) -> str | None:
     model = config.model
     if not model.qk_layernorm_across_heads:
@@ -225,5 +239,6 @@ RULES = (
         lambda model: model.position_embedding_type == "rope",
         "add --position-embedding-type rope",
     ),
+    ConfigRule(("xielu", "model_type", "num_experts"), _xielu),
     ConfigRule(("glu_linear_offset", "activation_func_clamp_value", "swiglu", "geglu", "quick_geglu"), _gate),
 )

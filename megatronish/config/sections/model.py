@@ -116,7 +116,7 @@ def _number(node: ast.AST) -> int:
     return value
 
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "quick_geglu", "squared_relu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "quick_geglu", "squared_relu", "xielu"]
 """Nonlinearity of an MLP; swiglu, geglu and quick_geglu are gated, gelu_tanh is GELU in its tanh form, as in geglu."""
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
@@ -215,6 +215,8 @@ class DenseOptions:
     """MLP activation relu(x) (the first T5)."""
     squared_relu: bool = False
     """MLP activation relu(x)^2."""
+    xielu: bool = False
+    """MLP activation xIELU, with two numbers that each layer learns (Apertus)."""
     openai_gelu: bool = False
     """GELU in its tanh form (GPT-2's) instead of the exact one."""
     disable_bias_linear: bool = False
@@ -276,7 +278,7 @@ class DenseOptions:
     @property
     def activation(self) -> Activation:
         """Nonlinearity of the MLP, as the flag of one of them says, or --openai-gelu of GELU's form."""
-        named: tuple[Activation, ...] = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu")
+        named: tuple[Activation, ...] = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "xielu")
         for name in named:
             if getattr(self, name):
                 return name

@@ -1,5 +1,6 @@
 """Table of the Hugging Face families that can be read and written, by `model_type`."""
 
+from megatronish.formats.hf.apertus import APERTUS
 from megatronish.formats.hf.arcee import ARCEE
 from megatronish.formats.hf.bert import BERT
 from megatronish.formats.hf.bloom import BLOOM
@@ -79,6 +80,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "olmo3": OLMO3,
     "arcee": ARCEE,
     "hunyuan_v1_dense": HUNYUAN,
+    "apertus": APERTUS,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": KIMI_K2,
     "deepseek_v2": DEEPSEEK_V2,

@@ -57,6 +57,8 @@ def check_counterpart(model: ModelConfig) -> None:
             raise refuse(name)
     if model.activation == "gelu_tanh" and model.disable_bias_linear:
         raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
+    if model.xielu:
+        raise refuse("xielu")
     if model.rope_scaling in ("yarn", "longrope"):
         raise refuse(f"rope_scaling_type={model.rope_scaling}")
     if what := without_counterpart(model):
