@@ -29,7 +29,7 @@ NEWER = (
         "olmo",
     ),
     *("stablelm", "cohere", "gptj", "opt", "nemotron", "helium", "seed_oss", "exaone4", "ernie4_5", "cohere2", "olmo3"),
-    *("arcee", "hunyuan_v1_dense", "apertus"),
+    *("arcee", "hunyuan_v1_dense", "apertus", "baichuan"),
 )
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.25] * 24, "long_factor": [1.5, 4] * 24}

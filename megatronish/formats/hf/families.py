@@ -2,6 +2,7 @@
 
 from megatronish.formats.hf.apertus import APERTUS
 from megatronish.formats.hf.arcee import ARCEE
+from megatronish.formats.hf.baichuan import BAICHUAN
 from megatronish.formats.hf.bert import BERT
 from megatronish.formats.hf.bloom import BLOOM
 from megatronish.formats.hf.cohere import COHERE
@@ -81,6 +82,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "arcee": ARCEE,
     "hunyuan_v1_dense": HUNYUAN,
     "apertus": APERTUS,
+    "baichuan": BAICHUAN,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": KIMI_K2,
     "deepseek_v2": DEEPSEEK_V2,
