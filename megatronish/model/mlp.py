@@ -2,10 +2,12 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -92,8 +94,6 @@ def gated(x: Tensor, *, spec: MLPSpec) -> Tensor:
 
 
 BETA = 0.5
-EPSILON = -1e-6
-"""Largest x whose exponential is computed: that of a large one would be infinite, in a branch that is not taken."""
 FIRST_ALPHAS = {"alpha_p": 0.8, "alpha_n": 0.8 - BETA}
 """softplus(alpha) at the start of training: a_p and a_n are 0.8."""
 
@@ -122,13 +122,46 @@ class XIELU(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """Only x is kept for the backward: autograd would keep four more tensors of its size."""
-        return recompute(_xielu, x, self.alpha_p, self.alpha_n)
+        """[..., F/tp] -> [..., F/tp]."""
+        return _XIELU.apply(x, self.alpha_p, self.alpha_n)
 
 
-def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+class _XIELU(torch.autograd.Function):
+    """xIELU without branches: the term of a_p reads max(x, 0), that of a_n min(x, 0), and both are 0 at 0.
+
+    Only x is kept. Autograd would keep four more tensors of its size, and need twelve at a time in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+        ctx.save_for_backward(x, alpha_p, alpha_n)
+        wide, a_p, a_n = _wide(x, alpha_p, alpha_n)
+        below = wide.clamp(max=0)
+        y = torch.expm1(below).sub_(below).mul_(a_n).add_(wide, alpha=BETA)
+        return y.add_(wide.clamp(min=0).square_().mul_(a_p)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, alpha_p, alpha_n = ctx.saved_tensors
+        wide, a_p, a_n = _wide(x, alpha_p, alpha_n)
+        dy = grads[0].to(wide.dtype)
+        above, below = wide.clamp(min=0), wide.clamp(max=0)
+        del wide
+        grown = torch.expm1(below)
+        of_a_n = below.neg_().add_(grown).mul_(dy).sum()
+        del below
+        of_a_p = above.square().mul_(dy).sum()
+        dx = above.mul_(2 * a_p).add_(grown.mul_(a_n)).add_(BETA).mul_(dy)
+        # softplus grows by the sigmoid.
+        of_alphas = (
+            (of_a * torch.sigmoid(alpha.to(of_a.dtype))).to(alpha.dtype)
+            for of_a, alpha in ((of_a_p, alpha_p), (of_a_n, alpha_n))
+        )
+        return dx.to(x.dtype), *of_alphas
+
+
+def _wide(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x, a_p and a_n in the type that is computed in."""
     dtype = accumulation_dtype(x.dtype)
-    wide, a_p, a_n = x.to(dtype), F.softplus(alpha_p.to(dtype)), BETA + F.softplus(alpha_n.to(dtype))
-    above = a_p * wide.square()
-    below = a_n * (torch.expm1(wide.clamp(max=EPSILON)) - wide)
-    return (torch.where(wide > 0, above, below) + BETA * wide).to(x.dtype)
+    return x.to(dtype), F.softplus(alpha_p.to(dtype)), BETA + F.softplus(alpha_n.to(dtype))

@@ -231,6 +231,9 @@ SINGLE = [
     SingleCase("a window by SDPA over cp", "llama", f"--window-size 512 {SDPA}", "--cp 2 --cp-comm-type a2a"),
     SingleCase("a window with dropout", "dropped", "--window-size 128"),
     SingleCase("qk-norm across heads", "llama", "--qk-layernorm --qk-layernorm-across-heads"),
+    SingleCase("qk-norm after RoPE", "llama", "--qk-layernorm --qk-layernorm-after-rope"),
+    SingleCase("xIELU", "gpt", "--xielu", "--tp 2 --zero-stage 1"),
+    SingleCase("wide xIELU", "gpt", "--xielu --ffn-hidden-size 16384 --vocab-size 1000", "--tp 2 --zero-stage 1"),
     SingleCase("4 bits", "llama", "--load never-read --adapter-type lora --quantize-base nf4"),
     SingleCase("8 bits", "llama", "--load never-read --adapter-type lora --quantize-base int8"),
     SingleCase(
@@ -406,6 +409,7 @@ SINGLE = [
 ]
 """What a pairwise deal has no room for."""
 FURTHER = {
+    "xIELU": "wide xIELU",
     "a window by SDPA": "a window by SDPA over cp",
     "documents by SDPA, recomputed": "documents by SDPA",
     "ALiBi by SDPA": "ALiBi",
