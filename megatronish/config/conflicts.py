@@ -32,7 +32,7 @@ TOKENS = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens")
 LOSS_SCALE_RULE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _SPLIT_DATA = ("train_data_path", "valid_data_path", "test_data_path", "multiple_validation_sets")
 _ONE_ACTIVATION = "an MLP has one activation"
-_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "openai_gelu")
+_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "xielu", "openai_gelu")
 
 CONFLICTS = (
     Conflict(
@@ -84,6 +84,7 @@ IDLE_ONCE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rope_scaling_type": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
     "window_rotary_base": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
     "no_rope_freq": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
+    "qk_layernorm_after_rope": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
     **dict.fromkeys(("rope_mscale", "rope_mscale_all_dim"), ("multi_latent_attention", (False,))),
     "max_position_embeddings": ("position_embedding_type", ("rope", "alibi", "none")),
 }

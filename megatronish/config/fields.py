@@ -68,13 +68,15 @@ class Field(NamedTuple):
         if get_origin(self.type) is tuple:
             parts = get_args(self.type)
             if parts[-1] is Ellipsis:
-                return "a list of whole numbers" if parts[0] is int else "a list of texts"
+                return {int: "a list of whole numbers", float: "a list of numbers"}.get(parts[0], "a list of texts")
             return f"{len(parts)} whole numbers"
         return SAMPLE_VALUES.get(self.type, "true or false")
 
     def takes(self, value: Any) -> bool:
         """Whether a value that was read from a file is of the field's type; None is of every type."""
         types: dict[Any, Any] = {int: int, float: (int, float), str: str, Path: str, bool: bool}
+        if self.type == tuple[float, ...]:
+            return value is None or (isinstance(value, tuple) and all(type(part) in (int, float) for part in value))
         wanted = tuple if get_origin(self.type) is tuple else types.get(self.type, object)
         is_truth = isinstance(value, bool) and self.type in (int, float)
         return value is None or (isinstance(value, wanted) and not is_truth)

@@ -179,6 +179,8 @@ def _idle_fields(model: ModelConfig) -> set[str]:
         idle |= {*SIZES, "rope_mscale", "rope_mscale_all_dim"}
     if not model.qk_layernorm:
         idle |= {"qk_layernorm_across_heads", "qk_layernorm_by_head", "qk_layernorm_1p"}
+    if not (model.qk_layernorm and any(model.rotated_layers)):
+        idle.add("qk_layernorm_after_rope")
     if not model.is_gated:
         idle |= {"glu_linear_offset", "activation_func_clamp_value"}
     return idle | set().union(*ROPE_SCALING.values()) - set(ROPE_SCALING[model.rope_scaling])
@@ -200,6 +202,7 @@ ROPE_SCALING: dict[str, tuple[str, ...]] = {
         "rope_low_freq_factor",
         "rope_high_freq_factor",
     ),
+    "longrope": ("rope_scaling_factor", "rope_original_max_positions", "rope_short_factor", "rope_long_factor"),
     "yarn": (
         "rope_scaling_factor",
         "rope_original_max_positions",

@@ -131,12 +131,13 @@ PLACES = 64
 def places_together(config: Config) -> int | None:
     """Number of places of which the length of a row is a multiple; None where rows keep their length.
 
-    They do where they are packed, where shapes are to be equal (CUDA graphs, compiled layers), and with experts, which
-    balance all tokens. A model with an encoder packs none. tp and cp cut rows: cp into two pieces for each rank.
+    They do where they are packed, where shapes are to be equal (CUDA graphs, compiled layers), with experts, which
+    balance all tokens, and with LongRoPE, which turns by the length of a row. A model with an encoder packs none. tp
+    and cp cut rows: cp into two pieces for each rank.
     """
     packs = config.chat.pack_samples and not config.model.has_encoder
     keeps = packs or config.training.cuda_graph or config.training.compile
-    if keeps or config.model.num_experts is not None:
+    if keeps or config.model.num_experts is not None or config.model.short_context is not None:
         return None
     parallel = config.parallel
     return math.lcm(PLACES, 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size)

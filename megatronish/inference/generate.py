@@ -34,6 +34,9 @@ from megatronish.parallel.streams import torch_stream
 # cache (attention/cached.py). A model sees `seq_length` tokens. Once the cache is full, the first token of each text is
 # dropped from view and positions start at 0 again, so keys and values in the cache are no longer valid: from then on
 # every token is a prefill of the last `seq_length` tokens.
+#
+# LongRoPE turns all tokens of a text by other angles once it is longer than the original context. Then the cache is not
+# valid, either: the token at which a text outgrows that context is a prefill.
 
 
 class GeneratedToken(NamedTuple):
@@ -75,12 +78,14 @@ class DecodingBatch:
     texts: list[GeneratedText]
     num_left: int
     seq_length: int
+    short_context: int | None = None
+    """Of LongRoPE: tokens of the longest text that is turned as in the original context."""
     cache: KeyValueCache = field(default_factory=lambda: KeyValueCache(0))
     begins: list[int] = field(default_factory=list)
 
     def next_input(self) -> CachedMicroBatch:
         """Input of the next forward, on the CPU: [B, 1] for decode, [B, longest text] for prefill."""
-        if not self.cache.is_full:
+        if not self.cache.is_full and not self._outgrows:
             return self._input([text.tokens[-1:] for text in self.texts])
         visible = [text.tokens[-self.seq_length :] for text in self.texts]
         longest = max(map(len, visible))
@@ -88,6 +93,12 @@ class DecodingBatch:
         self.cache = KeyValueCache(min(self.seq_length, longest + self.num_left - 1))
         self.begins = [longest - len(tokens) for tokens in visible]
         return self._input(visible)
+
+    @property
+    def _outgrows(self) -> bool:
+        """Whether a text is longer than the original context for the first time."""
+        context = self.short_context
+        return context is not None and any(len(text.tokens) == context + 1 for text in self.texts)
 
     def _input(self, rows: Sequence[Sequence[int]]) -> CachedMicroBatch:
         """Rows of tokens in the columns after those of the cache.
@@ -99,7 +110,7 @@ class DecodingBatch:
         tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
         begin = torch.tensor(self.begins)[:, None]  # [B, 1]
         columns = torch.arange(first_column + longest)
-        return CachedMicroBatch(
+        batch = CachedMicroBatch(
             tokens=tokens,
             labels=tokens,
             loss_mask=torch.zeros_like(tokens, dtype=torch.bool),
@@ -108,6 +119,9 @@ class DecodingBatch:
             document_ids=(columns >= begin).long() if any(self.begins) else None,
             cache=self.cache,
         )
+        if self.short_context is None:
+            return batch
+        return batch.with_text_lengths(torch.tensor([min(len(text.tokens), self.seq_length) for text in self.texts]))
 
     def append(self, chosen: Sequence[int | None], *, stops: Collection[int]) -> Iterator[GeneratedToken]:
         """Add the next token [B] of each text, and drop the texts that end with it; None ends a text as stops do."""
@@ -220,7 +234,7 @@ def generate(
         make_batch = AnsweringBatch
     waiting = iter(
         [
-            make_batch(texts[first : first + batch_size], num_tokens, seq_length)
+            make_batch(texts[first : first + batch_size], num_tokens, seq_length, model.config.short_context)
             for first in range(0, len(texts), batch_size)
         ]
     )

@@ -124,9 +124,10 @@ class Scoring:
         padded = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in wholes])
         tokens, labels = padded[:, :-1].contiguous(), padded[:, 1:].contiguous()
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        return MicroBatch(
+        micro_batch = MicroBatch(
             tokens, labels, torch.ones_like(tokens, dtype=torch.bool), positions, torch.arange(len(batch))
         )
+        return micro_batch.with_text_lengths(torch.tensor([len(whole) - 1 for whole in wholes]))
 
     def _likelihoods(self, batch: Sequence[int], output: Tensor, seq_length: int) -> dict[int, Likelihood]:
         """From losses and margins [2, S, B]."""

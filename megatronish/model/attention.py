@@ -183,19 +183,21 @@ class Attention(nn.Module):
 
     def queries_keys_values(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, D] -> [S, B, N/tp, H], [S, B, k, H], [S, B, k, H], normalised, clipped, rotated and scaled."""
-        size, has_norms = self.spec.head_size, self.spec.qk_norm
+        size, of_heads = self.spec.head_size, self.spec.qk_norm and not self.spec.norm_across_heads
         q, k, v = self.qkv(x, drop=context).split(self.local_sections, dim=-1)
-        if has_norms and self.spec.norm_across_heads:
+        if self.spec.qk_norm and self.spec.norm_across_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.unflatten(-1, (-1, size))
         k, v = self.key_value_heads(k, v)
-        if has_norms and not self.spec.norm_across_heads:
+        if of_heads and not self.spec.norm_after_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if (bound := self.spec.clip) is not None:
             q, k, v = (part.clamp(-bound, bound) for part in (q, k, v))
         if context.rotations is not None and self.spec.rotary:
             rotation = context.rotations.windowed if self.is_windowed else context.rotations.everywhere
             q, k = (rotate(part, rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))
+        if of_heads and self.spec.norm_after_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
         # Every operation of core attention divides scores by the root of the size of a head.
         return q if self.spec.factor is None else q * self.spec.factor, k, v
 

@@ -92,6 +92,9 @@ class MicroBatch:
     sentences: SentencePairs | None = field(default=None, init=False)
     """Of BERT; `with_sentences` gives a micro-batch its own."""
 
+    text_lengths: Tensor | None = field(default=None, init=False)
+    """int64 [B]: tokens of each text so far, where rows are not whole texts; `with_text_lengths` says them."""
+
     def __post_init__(self) -> None:
         assert self.loss_mask.device.type == "cpu", "loss tokens are counted on the CPU"
         object.__setattr__(self, "num_loss_tokens", int(self.loss_mask.sum()))
@@ -150,6 +153,12 @@ class MicroBatch:
         batch = self._copied(lambda tensor: tensor)
         object.__setattr__(batch, "encoder_length", length)
         object.__setattr__(batch, "encoder_room", room)
+        return batch
+
+    def with_text_lengths(self, lengths: Tensor) -> Self:
+        """The same micro-batch, whose rows are texts of these lengths [B], or parts of them."""
+        batch = self._copied(lambda tensor: tensor)
+        object.__setattr__(batch, "text_lengths", lengths)
         return batch
 
     def with_sentences(self, sentences: SentencePairs) -> "MicroBatch":

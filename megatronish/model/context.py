@@ -107,11 +107,12 @@ def make_context(
     device = batch.tokens.device
     sides = batch.sides
     seq_length = sum(sides) * cp.size
+    length = seq_length if batch.text_lengths is None else batch.text_lengths
     positions = places_on([side * cp.size for side in sides], cp, starts=batch.starts(cp.size), device=device)
     return Context(
         batch=batch,
         positions=torch.cat([comm.piece_of(side, tp.sequence_axis) for side in positions.split(sides)]),
-        rotations=None if rotary is None else rotary(batch.position_ids),
+        rotations=None if rotary is None else rotary(batch.position_ids, length),
         causal_mask=masks.of(batch, seq_length=seq_length, cache=cache),
         cache=cache,
         routing=RoutingRecord(cp, tally),

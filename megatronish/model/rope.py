@@ -2,7 +2,7 @@
 
 Pairs of channels of every query and key are rotated by an angle that grows with the position, each pair at a frequency
 of its own. Scores then depend on the distance of two tokens. Longer contexts are reached by lowering the frequencies:
-all alike (linear), or the low ones alone (llama3, yarn).
+all alike (linear), the low ones alone (llama3, yarn), or each by a factor of its own (longrope).
 """
 
 import math
@@ -45,6 +45,7 @@ class RotaryEmbedding:
         # A model may be built on another device, "meta" included: what is computed here are values.
         with CPU:
             frequencies, self._factor = _frequencies(config)
+        self._short_context = config.short_context
         self._frequencies = {CPU: frequencies}
         self._windowed: RotaryEmbedding | None = None
         if config.has_window_rotation:
@@ -53,17 +54,32 @@ class RotaryEmbedding:
             local = replace(config, rotary_base=base, rope_scaling_type="none", window_rotary_base=None)
             self._windowed = RotaryEmbedding(local)
 
-    def __call__(self, position_ids: Tensor) -> Rotations:
-        """[B, S] -> the rotations of every position, [S, B, 1, pairs] each."""
-        everywhere = self._rotation(position_ids)
-        return Rotations(everywhere, everywhere if self._windowed is None else self._windowed._rotation(position_ids))
+    def __call__(self, position_ids: Tensor, length: int | Tensor = 0) -> Rotations:
+        """[B, S] -> the rotations of every position, [S, B, 1, pairs] each.
 
-    def _rotation(self, position_ids: Tensor) -> Rotation:
-        angles = position_ids.t()[..., None, None].float() * self._on(position_ids.device)
+        `length` is that of all texts, or of each, [B]; LongRoPE alone reads it.
+        """
+        everywhere = self._rotation(position_ids, length)
+        if self._windowed is None:
+            return Rotations(everywhere, everywhere)
+        return Rotations(everywhere, self._windowed._rotation(position_ids, length))
+
+    def _rotation(self, position_ids: Tensor, length: int | Tensor) -> Rotation:
+        frequencies = self._on(position_ids.device)
+        if self._short_context is not None:
+            short, long = frequencies.chunk(2)
+            if isinstance(length, int):
+                frequencies = long if length > self._short_context else short
+            else:
+                frequencies = torch.where((length > self._short_context)[:, None, None], long, short)  # [B, 1, pairs]
+        angles = position_ids.t()[..., None, None].float() * frequencies
         return Rotation(angles.cos() * self._factor, angles.sin() * self._factor)
 
     def _on(self, device: torch.device) -> Tensor:
-        """[pairs], on this device: a copy at every forward would make the host wait for the device."""
+        """[pairs], of LongRoPE [2 pairs], on this device.
+
+        A copy at every forward would make the host wait for the device.
+        """
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[CPU].to(device, non_blocking=True)
         return self._frequencies[device]
@@ -88,7 +104,10 @@ def rotate(x: Tensor, rotation: Rotation, *, interleaved: bool) -> Tensor:
 
 
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Radians a position [pairs], and the factor by which YaRN scales cos and sin (its attention temperature)."""
+    """Radians a position [pairs], and the factor by which YaRN and LongRoPE scale cos and sin (a temperature).
+
+    Of LongRoPE [2 pairs], those in short texts before those in long ones (Ding et al. 2024, arXiv:2402.13753).
+    """
     size = config.rotary_size // 2 * 2
     frequencies = 1.0 / config.rotary_base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     scale = config.rope_scaling_factor
@@ -101,6 +120,9 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
             return _llama3(frequencies, config), 1.0
         case "yarn":
             return _yarn(frequencies, config, size), config.rotary_growth
+        case "longrope":
+            factors = [torch.tensor(each) for each in (config.rope_short_factor, config.rope_long_factor)]
+            return torch.cat([frequencies / each for each in factors]), config.rotary_growth
 
 
 def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:

@@ -216,7 +216,7 @@ def _activation(config: Config) -> str:
     """Note about an activation of the MLP that has no kernel."""
     model = config.model
     clamped = model.is_gated and (model.glu_linear_offset != 0 or model.activation_func_clamp_value is not None)
-    if model.activation in ("relu", "geglu", "squared_relu", "quick_geglu") or clamped:
+    if model.activation in ("relu", "geglu", "squared_relu", "quick_geglu", "xielu") or clamped:
         return f"; {model.activation}{' with offset or clamp' if clamped else ''} by torch, as it has no kernel"
     return ""
 

@@ -107,6 +107,8 @@ class AttentionSpec:
     """Each head has a weight of its own."""
     norm_one_plus: bool = False
     """The weight of a norm of heads is stored as w - 1."""
+    norm_after_rope: bool = False
+    """Queries and keys are normalised after they were turned."""
     clip: float | None = None
     """Bound of queries, keys and values on both sides."""
     qkv_bias: bool = True
@@ -132,6 +134,7 @@ class AttentionSpec:
             norm_across_heads=model.qk_layernorm_across_heads,
             norm_by_head=model.qk_layernorm_by_head,
             norm_one_plus=model.qk_layernorm_1p,
+            norm_after_rope=model.qk_layernorm_after_rope,
             clip=model.clip_qkv,
             qkv_bias=model.qkv_bias,
             out_bias=model.attention_bias,

@@ -241,6 +241,8 @@ class LayerCost:
     kept: Count = field(default_factory=Count)
     vectors: Count = field(default_factory=Count)
     vectors_name: str = field(default="vectors", compare=False)
+    vectors_see_parts: bool = field(default=False, compare=False)
+    """Ranks of tp multiply features of their own with whole vectors, so that their gradients are parts of the sum."""
     pieces: tuple["LayerCost", ...] = field(default=(), compare=False, repr=False)
 
     def __add__(self, other: "LayerCost") -> "LayerCost":

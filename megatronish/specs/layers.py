@@ -81,13 +81,20 @@ class MLPSpec:
         ReLU keeps its output, which is the input of the second product.
         """
         hidden, sections = model.hidden_size, tuple(self.sections.items())
-        return LayerCost(
+        linears = LayerCost(
             linears=(
                 LinearShape(hidden, self.features, "column", self.bias, name=f"{name}.fc1", sections=sections),
                 LinearShape(self.ffn_size, hidden, "row", self.bias, name=f"{name}.fc2", sections=(("down", hidden),)),
             ),
             kept=Count(split=(0 if self.activation == "relu" else self.features) + self.activated_gate),
         )
+        if self.activation != "xielu":
+            return linears
+        alpha_p, alpha_n = (
+            LayerCost(vectors=Count(whole=1), vectors_name=f"{name}.xielu.{alpha}", vectors_see_parts=True)
+            for alpha in ("alpha_p", "alpha_n")
+        )
+        return alpha_p + alpha_n + linears
 
     def more_kept(self, size: ActivationBytes, *, fused: bool, learns: bool) -> float:
         """Bytes that a GPU keeps more than the cost row says, with fused operators or without."""
@@ -108,7 +115,9 @@ class MLPSpec:
         matrix, activated = size.gradient * size.hidden_size / size.tp, size.feature * self.ffn_size
         down = gathered + activated + matrix * self.ffn_size
         up = size.hidden + gathered + reduced - activated + matrix * self.features
-        return size.residual + max(down, up)
+        # xIELU has four tensors in fp32 at a time; the gradient of its output is in the place of that.
+        between = activated * 4 * 4 / size.element if self.activation == "xielu" else 0.0
+        return size.residual + max(down, between, up)
 
     def freed(self, size: ActivationBytes) -> float:
         """Bytes of what was kept that are free again once its backward is over."""

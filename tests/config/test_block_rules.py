@@ -37,6 +37,15 @@ BERT = "--model-type bert --objective masked_lm --dataset-type sentences"
         ("--norm-parameters none --apply-layernorm-1p", "norm_parameters=none leaves norms no weight that apply_"),
         ("--qk-layernorm-1p", "qk_layernorm_1p says how --qk-layernorm stores its weights; add --qk-layernorm"),
         ("--qk-layernorm --qk-layernorm-by-head --qk-layernorm-1p", "qk_layernorm_1p with qk_layernorm_by_head is not"),
+        (
+            "--position-embedding-type rope --qk-layernorm --qk-layernorm-after-rope --qk-layernorm-across-heads",
+            "qk_layernorm_after_rope normalises each head by itself, and qk_layernorm_across_heads all heads at once",
+        ),
+        ("--qk-layernorm-after-rope", "qk_layernorm_after_rope says where --qk-layernorm is; add --qk-layernorm"),
+        (
+            "--qk-layernorm --qk-layernorm-after-rope",
+            "qk_layernorm_after_rope needs position_embedding_type=rope, not learned_absolute; add --",
+        ),
         ("--window-rotary-base 10000 --window-size 4", "window_rotary_base=10000 needs position_embedding_type=rope"),
         (
             "--window-rotary-base 10000 --position-embedding-type rope",

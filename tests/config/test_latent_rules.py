@@ -29,6 +29,7 @@ LATENT = f"{SIZES} --multi-latent-attention --position-embedding-type rope --dis
         ("--add-attention-bias", "add_attention_bias=True is not for multi_latent_attention: projections to and"),
         ("--qk-layernorm --qk-layernorm-by-head", "qk_layernorm_by_head=True is not for multi_latent_attention"),
         ("--qk-layernorm --qk-layernorm-1p", "qk_layernorm_1p=True is not for multi_latent_attention: weights of the"),
+        ("--qk-layernorm --qk-layernorm-after-rope", "latents, which RoPE does not turn; leave it out"),
         ("--position-embedding-type alibi", "position_embedding_type=alibi has none; add --position-embedding-type"),
         ("--qk-pos-emb-head-dim 5", "qk_pos_emb_head_dim=5 must be even, as RoPE turns pairs; use 64, for example"),
         ("--v-head-dim 193", "v_head_dim=193 must be at most qk_head_dim=128 plus qk_pos_emb_head_dim=64"),

@@ -53,6 +53,13 @@ OTHERS: list[dict[str, Any]] = [
         **{"num_experts": 8, "moe_shared_expert_intermediate_size": 8},
     },
     {"multi_latent_attention": True},
+    {"xielu": True, "num_experts": 4},
+    {"position_embedding_type": "rope", "rope_scaling_type": "longrope", "rope_short_factor": (1.0,) * 8},
+    {
+        **{"position_embedding_type": "rope", "rope_scaling_type": "longrope", "rope_short_factor": (1.0,)},
+        **{"multi_latent_attention": True},
+    },
+    {"qk_layernorm": True, "qk_layernorm_after_rope": True},
     {"multi_latent_attention": True, "position_embedding_type": "rope", "rope_mscale": 2.0},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},
 ]

@@ -254,6 +254,18 @@ AGAIN = "--recompute-granularity selective --recompute-modules"
         ),
         ("--max-position-embeddings 32", r"^max_position_embeddings=32 must be at least seq_length=64; use --max-pos"),
         ("--position-embedding-type rope --kv-channels 7", r"^rotary_percent=1.0 of a head of size 7 is 7"),
+        (
+            "--position-embedding-type rope --kv-channels 8 --rope-scaling-type longrope --rope-short-factor 1 1 1",
+            r"^rope_short_factor has 3 numbers, and rope_scaling_type=longrope needs one for each of the 4 pairs .*; "
+            r"give 4 with --rope-short-factor",
+        ),
+        (
+            "--position-embedding-type rope --kv-channels 4 --rope-scaling-type longrope --rope-short-factor 1 1 "
+            "--rope-long-factor 1 0",
+            r"^rope_long_factor has 0, and frequencies are divided by it; use numbers above 0 with --rope-long-factor",
+        ),
+        ("--xielu --num-experts 4", r"^xielu learns two numbers for each layer, and num_experts=4 leaves open for wh"),
+        ("--xielu --squared-relu", r"contradicts .*: an MLP has one activation; leave one of them out"),
         ("--rope-scaling-type yarn", r"^rope_scaling_type=yarn needs position_embedding_type=rope"),
         (
             "--global-batch-size 7",

@@ -17,15 +17,25 @@ from megatronish.core.errors import UserError
 GPT = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
 ROPE = replace(GPT, position_embedding_type="rope")
 YARN = replace(ROPE, rope_scaling_type="yarn")
+LONGROPE = replace(ROPE, rope_scaling_type="longrope")
 GATED = replace(GPT, swiglu=True)
 MODELS = (
-    *(GPT, ROPE, YARN, replace(ROPE, rope_scaling_type="llama3"), replace(GPT, disable_bias_linear=True), GATED),
+    *(
+        GPT,
+        ROPE,
+        YARN,
+        LONGROPE,
+        replace(ROPE, rope_scaling_type="llama3"),
+        replace(GPT, disable_bias_linear=True),
+        GATED,
+    ),
     *(replace(GPT, window_size=3), replace(ROPE, window_size=3)),
     replace(GPT, attention_pattern="bigbird"),
     replace(GPT, num_experts=4),
     replace(GPT, num_experts=8, moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=2),
     replace(GPT, num_experts=4, moe_router_topk_scaling_factor=2.5),
     replace(GPT, qk_layernorm=True),
+    replace(ROPE, qk_layernorm=True),
     replace(YARN, multi_latent_attention=True),
 )
 NAMES = [field.name for field in fields(ModelConfig)]
@@ -68,6 +78,8 @@ def test_the_fields_that_training_alone_reads_are_these() -> None:
     [
         (GPT, {"rotary_base": 5.0, "rotary_percent": 0.5, "rope_scaling_type": "yarn", "rope_beta_fast": 3.0}),
         (ROPE, {"max_position_embeddings": 128, "rope_scaling_factor": 3.0, "rope_low_freq_factor": 2.0}),
+        (YARN, {"rope_short_factor": (2.0,), "rope_long_factor": (2.0,)}),
+        (LONGROPE, {"rope_low_freq_factor": 2.0, "rope_beta_fast": 3.0}),
         (YARN, {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 3.0}),
         (GPT, {"ffn_hidden_size": 128, "kv_channels": 8, "num_query_groups": 4, "max_position_embeddings": 64}),
         (GPT, {"group_query_attention": True, "num_query_groups": 4}),
@@ -75,6 +87,7 @@ def test_the_fields_that_training_alone_reads_are_these() -> None:
         (GPT, {"add_attention_bias": True, "add_mlp_bias": True}),
         (GPT, {"no_rope_freq": "2", "window_attn_skip_freq": "2", "glu_linear_offset": 1.0}),
         (GPT, {"activation_func_clamp_value": 7.0}),
+        (replace(GPT, qk_layernorm=True), {"qk_layernorm_after_rope": True}),
         (ROPE, {"no_rope_freq": "[0]*2"}),
         (replace(GPT, window_size=3), {"window_attn_skip_freq": "[1, 1]"}),
         (GPT, {"attention_block_size": 16, "attention_local_blocks": 2, "attention_pattern_seed": 3}),

@@ -42,9 +42,12 @@ def test_rows_of_one_chat_are_cut_to_the_longest_of_a_micro_batch() -> None:
         ({"chat": ChatConfig()}, None),
         ({"training": TrainingConfig(seq_length=300, micro_batch_size=1, compile=True)}, None),
         ({"model": replace(MODEL, num_experts=4)}, None),
+        ({"model": replace(MODEL, position_embedding_type="rope", rope_scaling_type="longrope")}, None),
     ],
 )
-def test_rows_keep_their_length_where_shapes_or_experts_need_it(change: dict[str, Any], expected: int | None) -> None:
+def test_rows_keep_their_length_where_shapes_experts_or_longrope_need_it(
+    change: dict[str, Any], expected: int | None
+) -> None:
     training = TrainingConfig(seq_length=300, micro_batch_size=1)
     config = Config(
         model=MODEL,

@@ -27,6 +27,7 @@ CASES = {
     "zero bubble": f"--pp 2 --pipeline-schedule zb-h1 {LLAMA}",
     "interleaved": f"--pp 2 --num-virtual-stages-per-pipeline-rank 2 {LLAMA} --qk-layernorm",
     "norm over all heads": f"--tp 2 {LLAMA} --qk-layernorm --qk-layernorm-across-heads --softmax-type learnable",
+    "xielu": "--tp 2 --sequence-parallel --xielu",
     "experts": f"--tp 2 --dp 2 --ep 2 --etp 2 {LLAMA} {EXPERTS} --moe-shared-expert-gate",
     "lora": f"--tp 2 --sequence-parallel {LLAMA} {LORA}",
     "lora of some sections": f"--tp 2 {LORA} --adapter-targets q v down",

@@ -554,6 +554,9 @@ def test_what_a_run_changed_is_changed_and_no_more(tmp_path: Path) -> None:
         ({"norm_placement": "output", "qk_layernorm": True, "qk_layernorm_across_heads": True}, "olmo2"),
         ({"rotary_interleaved": True}, "helium"),
         ({"rotary_interleaved": True, "disable_bias_linear": False}, "ernie4_5"),
+        ({"squared_relu": True, "swiglu": False}, "arcee"),
+        ({"qk_layernorm": True, "qk_layernorm_after_rope": True}, "hunyuan_v1_dense"),
+        ({"xielu": True, "swiglu": False, "qk_layernorm": True}, "apertus"),
     ],
     ids=str,
 )
@@ -583,7 +586,7 @@ def test_a_model_keeps_the_family_it_came_from_where_that_can_say_it(tmp_path: P
         ({"attn_logit_softcapping": 5.0}, "llama not attn_logit_softcapping=5.0"),
         ({"norm_placement": "sandwich"}, "llama not norm_placement=sandwich"),
         ({"multi_latent_attention": True}, "llama not multi_latent_attention"),
-        ({"squared_relu": True, "swiglu": False}, "an MLP without swiglu"),
+        ({"squared_relu": True, "swiglu": False, "window_size": 4}, "an MLP without swiglu"),
         ({"position_embedding_type": "none"}, "position_embedding_type=none"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "qwen3 not biases of linear layers"),
         ({"window_size": 4, "disable_bias_linear": False}, "llama not window_size=4; mistral not biases"),

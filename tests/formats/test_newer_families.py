@@ -30,7 +30,10 @@ NEWER = (
     ),
     *("stablelm", "cohere", "gptj", "opt", "nemotron", "helium", "seed_oss", "exaone4", "ernie4_5", "cohere2", "olmo3"),
     *("falcon", "mpt"),
+    *("arcee", "hunyuan_v1_dense", "apertus", "baichuan"),
 )
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.25] * 24, "long_factor": [1.5, 4] * 24}
 CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
@@ -80,6 +83,12 @@ def test_a_config_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
         ("olmo3", {"windowed_layers": (True, True, True, False) * 8, "rotary_base": 5e5}),
         ("falcon", {"norm_placement": "parallel", "num_kv_heads": 1, "linear_bias": False, "tied": True}),
         ("mpt", {"position_embedding_type": "alibi", "norm_parameters": "weight", "activation": "gelu", "tied": True}),
+        ("arcee", {"activation": "squared_relu", "normalization": "RMSNorm", "ffn_size": 18432, "mlp_bias": False}),
+        ("apertus", {"activation": "xielu", "qk_layernorm": True, "rope_scaling": "llama3", "rotary_base": 1.2e7}),
+        (
+            "hunyuan_v1_dense",
+            {"qk_layernorm": True, "qk_layernorm_after_rope": True, "rotary_base": 1e4, "tied": False},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -110,6 +119,57 @@ def test_keys_that_switch_parts_are_understood(tmp_path: Path) -> None:
     assert model_of(tmp_path, {"model_type": "mpt", "attn_config": {"clip_qkv": 0}}).clip_qkv is None
     both = model_of(tmp_path, {"model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True})
     assert (both.norm_placement, both.qk_layernorm_by_head) == ("parallel", True)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_the_longrope_of_phi_3_is_read_and_written(tmp_path: Path, name: str) -> None:
+    lengths = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    heads = {"num_attention_heads": 24, "partial_rotary_factor": 0.75}  # as Phi-4 mini has them
+    origin = {"model_type": "phi3", **lengths, **heads, "rope_scaling": LONGROPE | {"type": name}}
+    model = model_of(tmp_path, origin)
+    assert (model.rope_scaling, model.short_context, model.rope_scaling_factor) == ("longrope", 4096, 32.0)
+    assert model.rope_long_factor == (1.5, 4.0) * 24
+    assert model.rotary_growth == pytest.approx((1 + 5 / 12) ** 0.5)
+    assert hf_config_of(model, vocab_size=32064, seq_length=131072, origin=origin) == origin
+    again = hf_config_of(model, vocab_size=32064, seq_length=131072)
+    assert {key: again[key] for key in (*lengths, "rope_scaling")} == {**lengths, "rope_scaling": LONGROPE}
+    longer = hf_config_of(model, vocab_size=32064, seq_length=262144)
+    assert (longer["max_position_embeddings"], longer["rope_scaling"]["factor"]) == (262144, 32.0)
+    assert model_of(tmp_path, longer) == replace(model, max_position_embeddings=262144)
+
+
+def test_the_rope_of_apertus_means_the_same_in_both_versions(tmp_path: Path) -> None:
+    """Where it is plain, a null would be the default of transformers 5, which is stretched."""
+    plain = {"rope_type": "default", "rope_theta": 5e4}
+    model = model_of(tmp_path, {"model_type": "apertus", "rope_parameters": plain})
+    assert (model.rope_scaling, model.rotary_base) == ("none", 5e4)
+    again = hf_config_of(model, vocab_size=131072, seq_length=65536)
+    assert (again["rope_theta"], again["rope_scaling"], again["rope_parameters"]) == (5e4, None, plain)
+    assert model_of(tmp_path, again) == model
+    older = {"rope_theta": 12000000, "rope_scaling": {"rope_type": "llama3", "factor": 8.0} | LLAMA3}
+    assert model_of(tmp_path, {"model_type": "apertus", **older}) == model_of(tmp_path, {"model_type": "apertus"})
+
+
+def test_longrope_is_in_other_families_too(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    scaling = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 2048, **factors}
+    model = model_of(tmp_path, {"model_type": "llama", "rope_scaling": scaling})
+    assert (model.short_context, model.rope_long_factor) == (2048, (2.0,) * 64)
+    again = hf_config_of(model, vocab_size=32000, seq_length=8192)
+    assert (again["model_type"], again["rope_scaling"]) == ("llama", scaling)
+
+
+def test_the_alpha_of_hunyuan_is_a_larger_base(tmp_path: Path) -> None:
+    scaling = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "type": "dynamic"}
+    origin = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "rope_scaling": scaling, "use_qk_norm": True}
+    model = model_of(tmp_path, origin)
+    assert (model.rope_scaling, model.rotary_base) == ("none", pytest.approx(1e4 * 1000 ** (128 / 126), rel=1e-15))
+    newer = {**origin, "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 1e4}}
+    del newer["rope_scaling"]
+    assert model_of(tmp_path, newer) == model
+    again = hf_config_of(model, vocab_size=290943, seq_length=2048)
+    assert (again["rope_theta"], again["rope_scaling"]) == (model.rotary_base, None)
+    assert hf_config_of(model, vocab_size=290943, seq_length=2048, origin=origin) == origin
 
 
 def test_keys_that_transformers_does_not_read_are_not_read(tmp_path: Path) -> None:
@@ -182,8 +242,17 @@ def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Pa
         ("olmo", {"clip_qkv": 0.0}, "clip_qkv=0.0 makes all queries, keys and values zero"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window=true is not supported in this family"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "must be a list of 0 and 1 for the 36 layers"),
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "in the way of 'longrope'; none, linear"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "must have a list of numbers above 0 under short_factor"),
+        ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [0] * 48}}, "a list of numbers above 0 under long_factor"),
+        (
+            "phi3",
+            {"rope_scaling": LONGROPE | {"long_factor": [1]}},
+            "has 1 numbers under long_factor, and RoPE turns 48",
+        ),
+        ("phi3", {"rope_scaling": LONGROPE | {"attention_factor": 3}}, "multiplies attention by 3, and longrope with"),
+        ("phi3", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 8}}, "contradicts the 8 of RoPE's"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "where transformers has LongRoPE alone"),
+        ("phi3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "in the way of 'dynamic'; none, linear"),
         ("cohere", {"logit_scale": 0.0}, "logit_scale=0.0 makes all logits zero"),
         ("gptj", {"rotary_dim": 512}, "rotary_dim=512 must be at most the 256 of a head"),
         ("gptj", {"n_head": 15}, "n_head=15 must divide n_embd=4096"),
@@ -241,6 +310,23 @@ def test_a_longer_model_keeps_the_length_that_a_scaling_begins_from(tmp_path: Pa
         ("mpt", {"no_bias": False}, "no_bias=false is not supported: transformers has no biases"),
         ("mpt", {"norm_type": "rmsnorm"}, 'norm_type="rmsnorm" is not supported; LayerNorm is'),
         ("mpt", {"n_heads": 15}, "n_heads=15 must divide d_model=2048"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=true shares keys and values between layers"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm=false leaves out norms of queries and keys"),
+        ("hunyuan_v1_dense", {"mlp_bias": True}, "mlp_bias=true is not there in this family"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "in the way of 'dynamic'; none"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1}}, "must be a number that is not nega"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1e12}}, "has an alpha of more than"),
+        ("hunyuan_v1_dense", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 2}}, "and 2 is too small"),
+        ("apertus", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported; gelu, '),
+        (
+            "apertus",
+            {"rope_scaling": None, "rope_theta": 1e4},
+            "rope_scaling=null without a scaling of RoPE is ignored",
+        ),
+        ("apertus", {"rope_theta": 1e4}, "rope_theta=10000.0 without a scaling of RoPE is ignored by newer versions"),
+        ("apertus", {"post_norm": True}, "post_norm=true has norms after sublayers"),
+        ("apertus", {"qk_norm": False}, "qk_norm=false leaves out norms of queries and keys"),
+        ("arcee", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported; gelu, '),
     ],
     ids=str,
 )

@@ -119,7 +119,10 @@ def written(capsys: pytest.CaptureFixture[str], load: Path, prompt: str = PROMPT
 @pytest.mark.parametrize("lengths", [(1, 5, 9), (3, 3, 3), (4, S - 2, S + 5)], ids=str)
 @pytest.mark.parametrize(
     "variant",
-    ["gpt2", "llama", "mistral", "qwen", "no positions", "bloom", "gpt-oss", "off by one", "fixed blocks", "bigbird"],
+    [
+        *("gpt2", "llama", "mistral", "qwen", "no positions", "bloom", "gpt-oss", "off by one", "fixed blocks"),
+        *("bigbird", "hunyuan", "rope longrope"),
+    ],
 )
 def test_what_is_kept_of_the_past_changes_no_logit(variant: str, lengths: tuple[int, ...]) -> None:
     model = model_of(VARIANTS[variant])
@@ -154,6 +157,17 @@ def test_a_token_runs_alone_until_all_that_the_model_sees_is_full() -> None:
     widths.clear()
     texts_of(model, [[1] * (S - 2)], num_tokens=6, seq_length=S)
     assert widths == [S - 2, 1, 1, S, S, S]
+
+
+def test_a_text_that_outgrows_the_context_of_longrope_runs_once_more() -> None:
+    model = model_of(VARIANTS["rope longrope"])
+    widths: list[int] = []
+    model.embedding.register_forward_hook(lambda _module, inputs, _out: widths.append(inputs[0].batch.tokens.shape[1]))
+    texts_of(model, [[1] * 12, [2] * 14], num_tokens=6, seq_length=S)
+    assert widths == [14, 1, 1, 17, 1, 19]
+    widths.clear()
+    texts_of(model, [[1] * 17], num_tokens=3, seq_length=S)
+    assert widths == [17, 1, 1]
 
 
 def test_a_cache_forgets_the_rows_of_texts_that_ended() -> None:

@@ -90,6 +90,12 @@ def test_likelihoods_and_texts_are_those_of_one_process(model: Path, layout: Lay
     assert found[2] == [each.split(stop)[0] for each in texts] and found[2][2] != texts[2]
 
 
+def test_a_text_is_as_long_as_it_is_without_filler() -> None:
+    batch = Scoring(tuple(PAIRS))._input([0, 2, 4], SEEN)
+    assert batch.text_lengths is not None and batch.text_lengths.tolist() == [1, 10, SEEN]
+    assert batch.tokens.shape == (3, SEEN)
+
+
 def test_one_question_leaves_copies_of_the_model_idle(model: Path) -> None:
     found = run_ranks(2, in_session, model, Layout(dp=2), [Scoring(tuple(PAIRS[:1])), Scoring(())])[0]
     assert (len(found[0]), found[1]) == (1, [])

@@ -59,11 +59,19 @@ VARIANTS = {
     "rope linear": replace(LLAMA, rope_scaling_type="linear"),
     "rope llama3": replace(LLAMA, rope_scaling_type="llama3"),
     "rope yarn": replace(LLAMA, rope_scaling_type="yarn", rope_beta_fast=8.0),
+    "rope longrope": replace(
+        LLAMA,
+        rope_scaling_type="longrope",
+        rope_original_max_positions=16,
+        rope_short_factor=(1.0, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.5),
+        rope_long_factor=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0),
+    ),
     "rope interleaved": replace(LLAMA, rotary_interleaved=True),
     "rope on half of a head": replace(LLAMA, rotary_percent=0.5),
     "mistral": replace(LLAMA, window_size=6),
     "qwen": replace(LLAMA, add_qkv_bias=True, qk_layernorm=True),
     "olmoe": replace(LLAMA, qk_layernorm=True, qk_layernorm_across_heads=True, clip_qkv=0.4),
+    "hunyuan": replace(LLAMA, qk_layernorm=True, qk_layernorm_after_rope=True, clip_qkv=2.0),
     "bloom": replace(GPT2, position_embedding_type="alibi", embed_layernorm=True, openai_gelu=True),
     "alibi in a window": replace(LLAMA, position_embedding_type="alibi", window_size=6),
     "gpt-oss": replace(
@@ -113,6 +121,8 @@ VARIANTS = {
     "stablelm": replace(LLAMA, normalization="LayerNorm", qk_layernorm=True, qk_layernorm_by_head=True),
     "olmo": replace(LLAMA, normalization="LayerNorm", norm_parameters="none", clip_qkv=0.6),
     "rms by head": replace(LLAMA, qk_layernorm=True, qk_layernorm_by_head=True, norm_parameters="none"),
+    "apertus": replace(LLAMA, swiglu=False, xielu=True, qk_layernorm=True),
+    "xielu with biases": replace(GPT2, xielu=True),
     "opt": replace(GPT2, relu=True, position_offset=2),
     "a sandwich with sinks": replace(
         GPT2, norm_placement="sandwich", residual_multiplier=0.6, attn_logit_softcapping=2.0, softmax_type="learnable"
@@ -239,6 +249,9 @@ def _plain_mlp(config: ModelConfig, w: dict[str, Tensor], x: Tensor) -> Tensor:
             gate, up = torch.minimum(gate, limit), torch.maximum(torch.minimum(up, limit), -limit)
         alpha = 1.702 if config.quick_geglu else 1.0
         h = gate / (1 + (-alpha * gate).exp()) * (up + config.glu_linear_offset)
+    elif config.xielu:
+        positive, negative = ((1 + w[f"mlp.xielu.alpha_{sign}"].exp()).log() for sign in "pn")
+        h = torch.where(h > 0, positive * h * h + h / 2, (negative + 0.5) * (h.exp() - 1 - h) + h / 2)
     elif config.squared_relu:
         h = h.clamp(min=0) ** 2
     elif config.openai_gelu:
@@ -265,13 +278,15 @@ def _plain_attention(
     for head in range(heads):
         kv_head = head // (heads // kv_heads)
         q, k, v = qkv[:, head], qkv[:, heads + kv_head], qkv[:, heads + kv_heads + kv_head]
+        if config.position_embedding_type == "rope" and config.qk_layernorm_after_rope:
+            q, k = _plain_rope(config, q, positions), _plain_rope(config, k, positions)
         if config.qk_layernorm and not config.qk_layernorm_across_heads:
             own = dict(w)
             if config.qk_layernorm_by_head:
                 for name, number in (("q_norm", head), ("k_norm", kv_head)):
                     own[f"attention.{name}.weight"] = w[f"attention.{name}.weight"].view(-1, size)[number]
             q, k = (_plain_norm(config, own, f"attention.{n}_norm", part) for n, part in (("q", q), ("k", k)))
-        if config.position_embedding_type == "rope":
+        if config.position_embedding_type == "rope" and not config.qk_layernorm_after_rope:
             q, k = _plain_rope(config, q, positions), _plain_rope(config, k, positions)
         rows = []
         for i in range(S):
@@ -303,6 +318,8 @@ def _plain_rope(config: ModelConfig, x: Tensor, positions: Tensor) -> Tensor:
         a, b = (2 * pair, 2 * pair + 1) if config.rotary_interleaved else (pair, pair + size // 2)
         angle = positions * _plain_frequency(config, pair, size)
         turned = torch.complex(x[:, a], x[:, b]) * torch.polar(torch.ones(S).double(), angle.double())
+        if config.rope_scaling_type == "longrope":
+            turned = turned * math.sqrt(1 + math.log(config.rope_scaling_factor) / math.log(16))
         if config.rope_scaling_type == "yarn":
             turned = turned * (1 + 0.1 * math.log(config.rope_scaling_factor))
         x[:, a], x[:, b] = turned.real, turned.imag
@@ -315,6 +332,8 @@ def _plain_frequency(config: ModelConfig, pair: int, size: int) -> float:
     stretched, context = plain / config.rope_scaling_factor, config.rope_original_max_positions
     if config.rope_scaling_type == "linear":
         return stretched
+    if config.rope_scaling_type == "longrope":
+        return plain / (config.rope_long_factor if context < S else config.rope_short_factor)[pair]
     if config.rope_scaling_type == "llama3":
         wavelength = 2 * math.pi / plain
         if wavelength > context / config.rope_low_freq_factor:
@@ -368,6 +387,23 @@ def test_scaled_ropes_keep_blend_and_stretch_their_wavelengths() -> None:
         assert ratios[0] == 1
         assert ratios[-1] == pytest.approx(4)
         assert any(1.01 < ratio < 3.99 for ratio in ratios)
+
+
+def test_longrope_turns_each_text_by_its_own_length() -> None:
+    """The first texts of both rows are as long as what was the context, or one longer; filler follows them."""
+    model, batch = model_of(VARIANTS["rope longrope"]), batch_of()
+    told = logits_of(model, batch.with_text_lengths(torch.tensor([16, 17])))
+    for row, length in enumerate((16, 17)):
+        alone = logits_of(model, _cut(batch, length))
+        torch.testing.assert_close(told[row, :length], alone[row], rtol=1e-5, atol=1e-5)
+    short, long = (logits_of(model, _cut(batch, length))[:, :16] for length in (16, 17))
+    assert float((short - long).abs().max()) > 0.01
+    both = replace(VARIANTS["rope longrope"], rope_short_factor=VARIANTS["rope longrope"].rope_long_factor)
+    torch.testing.assert_close(logits_of(model_of(both), _cut(batch, 16)), long, rtol=1e-5, atol=1e-5)
+
+
+def _cut(batch: MicroBatch, length: int) -> MicroBatch:
+    return batch.at(torch.arange(length))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

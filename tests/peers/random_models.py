@@ -152,6 +152,55 @@ def newer_configs() -> dict[str, transformers.PreTrainedConfig]:
         "mpt": t.MptConfig(**mpt, **ends),
         "mpt-clipped": t.MptConfig(**{**mpt, "d_model": 18, "n_heads": 6}, **ends, attn_config=clipped),
         "olmo3": t.Olmo3Config(**small, sliding_window=5, layer_types=SLIDES, pad_token_id=None),
+        **dense_configs(),
+    }
+
+
+def dense_configs() -> dict[str, transformers.PreTrainedConfig]:
+    """Families of 2024 to 2026, each with an MLP, a RoPE or a norm that no other has."""
+    t = transformers
+    phi3 = {key: value for key, value in _SIZES.items() if key != "head_dim"} | {"hidden_size": 32}
+    factors = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 4.0]}
+    longrope = {"rope_type": "longrope", "rope_theta": 50.0, **factors}
+    return {
+        "phi3-longrope": t.Phi3Config(
+            **phi3,
+            original_max_position_embeddings=8,
+            rope_parameters={**longrope, "partial_rotary_factor": 0.75},
+            pad_token_id=None,
+        ),
+        "phi3-longrope-short": t.Phi3Config(
+            **phi3,
+            original_max_position_embeddings=32,
+            rope_parameters={**longrope, "partial_rotary_factor": 0.75},
+            pad_token_id=None,
+        ),
+        "llama-longrope": t.LlamaConfig(
+            **(_SIZES | {"head_dim": 6}),
+            rope_parameters={**longrope, "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+        "apertus": t.ApertusConfig(
+            **_SIZES,
+            rope_parameters={"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, **_LLAMA3},
+            pad_token_id=None,
+        ),
+        "apertus-relu2": t.ApertusConfig(
+            **_SIZES,
+            hidden_act="relu2",
+            attention_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+            pad_token_id=None,
+        ),
+        "arcee": t.ArceeConfig(**_SIZES),
+        "arcee-biases": t.ArceeConfig(**_SIZES, attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+        "hunyuan_v1_dense": t.HunYuanDenseV1Config(**_SIZES, pad_token_id=None),
+        "hunyuan_v1_dense-alpha": t.HunYuanDenseV1Config(
+            **_SIZES,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 50.0, "factor": 1.0, "alpha": 1000.0},
+            attention_bias=True,
+            tie_word_embeddings=True,
+            pad_token_id=None,
+        ),
     }
 
 

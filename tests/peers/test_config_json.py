@@ -35,9 +35,12 @@ STRETCHED = {
     "yarn, other turns": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0},
 }
 
-KINDS = [kind for kind in FAMILIES if kind != "kimi_k2"]
-"""Model types that transformers knows: a Kimi K2 brings code of its own, and is a DeepSeek-V3."""
-NEEDED: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_experts_per_tok": 6}}
+KINDS = [kind for kind in FAMILIES if kind not in ("kimi_k2", "baichuan")]
+"""Model types that transformers knows: these bring code of their own, and a Kimi K2 is a DeepSeek-V3."""
+NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+}
 """Keys without which a config.json describes no model there."""
 
 

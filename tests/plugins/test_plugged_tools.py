@@ -166,21 +166,22 @@ def test_a_tokenizer_of_a_plug_in_goes_all_the_way(tmp_path: Path) -> None:
 
 
 def test_a_family_of_a_plug_in_is_written_read_and_trained(tmp_path: Path) -> None:
-    kind = "--normalization RMSNorm --squared-relu --position-embedding-type rope --disable-bias-linear"
-    model = f"{kind} --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights"
+    kind = "--normalization RMSNorm --apply-layernorm-1p --geglu --position-embedding-type rope --disable-bias-linear"
+    kind = f"{kind} --softmax-scale 0.5 --attn-logit-softcapping 5 --embedding-multiplier {24**0.5}"
+    model = f"{kind} --hidden-dropout 0 --attention-dropout 0"
     assert run_job(tiny(tmp_path / "run", f"{model} --train-iters 1"), tmp_path).status == 0
-    plugin = plug("arcee").split()
+    plugin = plug("vaultgemma").split()
     words = ["--from", "megatronish", "--to", "hf", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "hf")]
     without = run_job(words, tmp_path, main=convert.main)
-    assert (without.status, "llama not an MLP without swiglu" in without.errors) == (2, True), without
+    assert (without.status, "gemma2 not norm_placement=pre" in without.errors) == (2, True), without
     done = run_job([*words, *plugin], tmp_path, main=convert.main)
     assert done.status == 0, done
     keys = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (keys["model_type"], keys["hidden_act"]) == ("arcee", "relu2")
+    assert (keys["model_type"], keys["query_pre_attn_scalar"]) == ("vaultgemma", 4)
     theirs: dict[str, Tensor] = {name: each.read() for name, each in read_folder(tmp_path / "hf").items()}
     ours = read_whole(max((tmp_path / "run" / "checkpoints").glob("step_*")))
-    up, down = ours["model.layers.1.mlp.fc1.weight"], ours["model.layers.1.mlp.fc2.weight"]
-    assert torch.equal(theirs["model.layers.1.mlp.up_proj.weight"], up)
+    norm, down = ours["model.layers.1.mlp_norm.weight"], ours["model.layers.1.mlp.fc2.weight"]
+    assert torch.equal(theirs["model.layers.1.pre_feedforward_layernorm.weight"], norm)
     assert torch.equal(theirs["model.layers.1.mlp.down_proj.weight"], down)
     # What is loaded computes what was saved: its first loss is that of a run that goes on from the same weights.
     common = "--train-iters 1 --vocab-size 101 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
@@ -194,4 +195,4 @@ def test_a_family_of_a_plug_in_is_written_read_and_trained(tmp_path: Path) -> No
         losses.append(steps_of(tmp_path / folder)[1].loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     unknown = run_job([*f"{common} --load-hf {tmp_path / 'hf'} --mock-data --device cpu".split()], tmp_path)
-    assert "model_type 'arcee' is not supported; supported are gpt2, llama" in unknown.errors
+    assert "model_type 'vaultgemma' is not supported; supported are gpt2, llama" in unknown.errors

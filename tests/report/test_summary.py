@@ -79,6 +79,7 @@ def test_the_first_lines_know_experts() -> None:
     [
         (f"{NONE}", "this runs on cpu"),
         (f"{NONE} --swiglu", "this runs on cpu"),
+        (f"{NONE} --xielu", "this runs on cpu; xielu by torch, as it has no kernel"),
         (f"{NONE} --squared-relu", "this runs on cpu; squared_relu by torch, as it has no kernel"),
         (f"{NONE} --quick-geglu", "this runs on cpu; quick_geglu by torch, as it has no kernel"),
         (

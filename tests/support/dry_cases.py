@@ -243,6 +243,9 @@ SINGLE = [
     SingleCase("a shared head, traded", "llama", "--num-query-groups 1", "--tp 2 --cp 2 --cp-comm-type a2a"),
     SingleCase("shared heads with norms", "llama", f"{BY_HEAD} --num-query-groups 2", "--tp 4 --sequence-parallel", 1),
     SingleCase("shared heads with LoRA", "llama", f"{BY_HEAD} --num-query-groups 1 {LORA} --adapter-targets v"),
+    SingleCase("qk-norm after RoPE", "llama", "--qk-layernorm --qk-layernorm-after-rope"),
+    SingleCase("xIELU", "gpt", "--xielu", "--tp 2 --zero-stage 1"),
+    SingleCase("wide xIELU", "gpt", "--xielu --ffn-hidden-size 16384 --vocab-size 1000", "--tp 2 --zero-stage 1"),
     SingleCase("4 bits", "llama", "--load never-read --adapter-type lora --quantize-base nf4"),
     SingleCase("8 bits", "llama", "--load never-read --adapter-type lora --quantize-base int8"),
     SingleCase(
@@ -441,6 +444,7 @@ SINGLE = [
 ]
 """What a pairwise deal has no room for."""
 FURTHER = {
+    "xIELU": "wide xIELU",
     "a window by SDPA": "a window by SDPA over cp",
     "documents by SDPA, recomputed": "documents by SDPA",
     "ALiBi by SDPA": "ALiBi",

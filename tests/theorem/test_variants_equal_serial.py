@@ -13,6 +13,13 @@ from theorem_cases import adapted_problem_of, choices, name_of, problem_of, spre
 
 from megatronish.core.layout import Layout
 
+LONGROPE: dict[str, Any] = {
+    "rope_scaling_type": "longrope",
+    "rope_scaling_factor": 4.0,
+    "rope_short_factor": (1.0, 1.5),
+    "rope_long_factor": (1.2, 4.0),
+    "rotary_base": 20.0,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 2": (
         "llama",
@@ -69,6 +76,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_multiplier": 0.5,
         },
     ),
+    "phi 3, long": ("llama", LONGROPE | {"rope_original_max_positions": 8, "window_size": 7}),
+    "phi 3, short": ("llama", LONGROPE | {"rope_original_max_positions": 32}),
+    "apertus": ("qwen", {"swiglu": False, "xielu": True, "rope_scaling_type": "llama3", "rotary_base": 50.0}),
+    "hunyuan": ("qwen", {"qk_layernorm_after_rope": True}),
 }
 CASES: list[tuple[str, Layout, Chosen]] = [
     ("gemma 2", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "documents": True}),
@@ -92,10 +103,30 @@ CASES: list[tuple[str, Layout, Chosen]] = [
     ("cohere", Layout(tp=2), {"sequence_parallel": True, "recompute": "uniform", "dropout": 0.1}),
     ("cohere", Layout(dp=2, tp=2), {"zero": 2, "sequence_parallel": False, "tied": False, "optimizer": "muon"}),
     ("cohere", Layout(cp=2, pp=2), {"cp_comm_type": "p2p", "schedule": "1f1b", "documents": True}),
+    ("phi 3, long", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True, "dropout": 0.1}),
+    ("phi 3, long", Layout(cp=2, tp=2), {"cp_comm_type": "a2a", "sequence_parallel": True}),
+    ("phi 3, long", Layout(pp=2), {"schedule": "zb-v", "num_microbatches": 3, "recompute": "selective"}),
+    ("phi 3, short", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True}),
+    ("phi 3, short", Layout(dp=2), {"zero": 3, "recompute": "uniform"}),
+    ("apertus", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1}),
+    ("apertus", Layout(tp=2), {"sequence_parallel": False, "optimizer": "muon", "recompute": "uniform"}),
+    ("apertus", Layout(tp=2, pp=2), {"schedule": "zb-h1", "sequence_parallel": True, "num_microbatches": 3}),
+    ("apertus", Layout(pp=2), {"schedule": "zb-v", "num_microbatches": 3, "recompute": "block"}),
+    ("apertus", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True}),
+    ("apertus", Layout(dp=2), {"zero": 1, "dropout": 0.1}),
+    ("apertus", Layout(dp=2), {"zero": 2}),
+    ("apertus", Layout(dp=2, tp=2), {"zero": 3, "sequence_parallel": True, "recompute": "uniform"}),
+    ("apertus", Layout(dp=3), {"zero": 3}),
+    ("hunyuan", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "recompute": "selective"}),
+    ("hunyuan", Layout(cp=2), {"cp_comm_type": "p2p", "documents": True}),
+    ("hunyuan", Layout(dp=2, pp=2), {"zero": 3, "schedule": "1f1b", "recompute": "block"}),
 ]
 ADAPTED: list[tuple[str, Layout, Chosen]] = [
     ("gemma 2", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "adapter": "lora"}),
     ("gpt-neox", Layout(tp=2), {"sequence_parallel": True, "adapter": "ia3"}),
+    ("hunyuan", Layout(tp=2), {"sequence_parallel": True, "adapter": "ia3"}),
+    ("apertus", Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1, "adapter": "lora"}),
+    ("apertus", Layout(tp=2), {"sequence_parallel": False, "adapter": "qlora"}),
 ]
 
 
@@ -126,3 +157,12 @@ def test_a_layout_trains_the_same_adapters_of_a_variant(variant: str, layout: La
     problem = adapted_problem_of(layout, chosen)
     problem = replace(problem, model=replace(problem.model, **VARIANTS[variant][1]))
     assert_equal_to_serial(problem, spread_of(layout, chosen))
+
+
+@pytest.mark.parametrize("variant", ["apertus", "phi 3, long", "hunyuan"])
+def test_compiled_layers_train_the_variant_that_one_eager_process_trains(variant: str) -> None:
+    layout = Layout(dp=2)
+    chosen = case_of(variant, layout, {"zero": 1, "dropout": 0.1, "documents": False})
+    problem = problem_of(layout, chosen)
+    problem = replace(problem, model=replace(problem.model, **VARIANTS[variant][1]))
+    assert_equal_to_serial(problem, replace(spread_of(layout, chosen), compile="aot_eager"))

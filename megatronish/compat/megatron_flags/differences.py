@@ -25,6 +25,7 @@ DIFFERENCES: dict[str, str] = {
     "recompute_method": "No default in Megatron-LM, which wants it with full; here uniform.",
     "recompute_num_layers": "No default in Megatron-LM, which wants it with full; here 1.",
     "pipeline_schedule": "Not in Megatron-LM, where the schedule follows from virtual stages alone.",
+    **dict.fromkeys(("rope_short_factor", "rope_long_factor"), "Not in Megatron-LM, which has no LongRoPE."),
     "window_size": "One number counts the token itself: Megatron-LM's `--window-size W,0` is `--window-size W+1`.",
     "attention_backend": "Megatron-LM's `fused` (cuDNN's attention) is `flash` here, where SDPA chooses for the "
     "device; its `local` is `fused_softmax`. Its `unfused` is TransformerEngine's, with a fused softmax too; here it "
@@ -51,7 +52,9 @@ DIFFERENCES: dict[str, str] = {
         "Not in Megatron-LM.",
     ),
     "qk_layernorm_1p": "In Megatron-LM `--apply-layernorm-1p` is of these norms, too; conversions know it.",
+    "qk_layernorm_after_rope": "Not in Megatron-LM, whose norm comes before RoPE.",
     "qk_layernorm_by_head": "Not in Megatron-LM, whose heads share a weight.",
+    "xielu": "Not in Megatron-LM.",
     "glu_linear_offset": "With `--swiglu` Megatron-LM wants `--no-bias-swiglu-fusion` for it; here it is always there.",
     "activation_func_clamp_value": "With `--swiglu` Megatron-LM's fused activation ignores it silently; here it "
     "clamps either gated activation.",

@@ -74,6 +74,25 @@ def _norm_one_plus(config: Config) -> str | None:
     return None
 
 
+def _norm_after_rope(config: Config) -> str | None:
+    model = config.model
+    if not model.qk_layernorm_after_rope:
+        return None
+    if not model.qk_layernorm:
+        return "qk_layernorm_after_rope says where --qk-layernorm is; add --qk-layernorm, or leave it out"
+    if model.position_embedding_type != "rope":
+        return (
+            f"qk_layernorm_after_rope needs position_embedding_type=rope, not {model.position_embedding_type}; add "
+            "--position-embedding-type rope, or leave it out"
+        )
+    if model.qk_layernorm_across_heads:
+        return (
+            "qk_layernorm_after_rope normalises each head by itself, and qk_layernorm_across_heads all heads at once; "
+            "leave one of them out"
+        )
+    return None
+
+
 def _norm_by_head(config: Config) -> str | None:
     model = config.model
     if not model.qk_layernorm_by_head:
@@ -111,6 +130,10 @@ RULES = (
             "norm_parameters",
         ),
         _norm_one_plus,
+    ),
+    ConfigRule(
+        ("qk_layernorm_after_rope", "qk_layernorm", "qk_layernorm_across_heads", "position_embedding_type"),
+        _norm_after_rope,
     ),
     ConfigRule(("position_offset", "position_embedding_type"), _position_offset),
 )

@@ -1,5 +1,6 @@
 """Rules on the sizes of a model, its position embedding, its gates and its patterns of layers."""
 
+import math
 from collections.abc import Callable
 
 from megatronish.config.config import Config
@@ -85,6 +86,23 @@ def _rope_scaling(config: Config) -> str | None:
     return None
 
 
+def _factors_of_longrope(config: Config) -> str | None:
+    model = config.model
+    if model.rope_scaling != "longrope":
+        return None
+    pairs = model.rotary_size // 2
+    for name in ("rope_short_factor", "rope_long_factor"):
+        factors, flag = getattr(model, name), FIELDS[name].flag
+        if len(factors) != pairs:
+            return (
+                f"{name} has {len(factors)} numbers, and rope_scaling_type=longrope needs one for each of the {pairs} "
+                f"pairs of a head that RoPE turns; give {pairs} with {flag}"
+            )
+        if not all(0 < factor < math.inf for factor in factors):
+            return f"{name} has {min(factors):g}, and frequencies are divided by it; use numbers above 0 with {flag}"
+    return None
+
+
 def _pattern(name: str, needed: str, has: Callable[[ModelConfig], bool], remedy: str) -> ConfigRule:
     """Rule on a pattern over the layers, which needs a setting, such as `needed`, that it takes from some of them."""
 
@@ -148,6 +166,20 @@ def _gate(config: Config) -> str | None:
     return f"{', '.join(given)} needs a gated MLP; add --quick-geglu or --swiglu, or leave it out"
 
 
+def _xielu(config: Config) -> str | None:
+    model = config.model
+    if not model.xielu:
+        return None
+    if model.model_type != "gpt":
+        return f"xielu is of the layers of a GPT, and model_type={model.model_type} has others; use another activation"
+    if model.num_experts is not None:
+        return (
+            f"xielu learns two numbers for each layer, and num_experts={model.num_experts} leaves open for which MLP; "
+            "use another activation"
+        )
+    return None
+
+
 def _norm_across_heads(config: Config) -> str | None:
     model = config.model
     if not model.qk_layernorm_across_heads:
@@ -184,6 +216,13 @@ RULES = (
         _rope_head,
     ),
     ConfigRule(("rope_scaling_type", "position_embedding_type", *_SCALING), _rope_scaling),
+    ConfigRule(
+        (
+            *("rope_scaling_type", "position_embedding_type", "rope_short_factor", "rope_long_factor", "hidden_size"),
+            *("num_attention_heads", "kv_channels", "rotary_percent", "multi_latent_attention", "qk_pos_emb_head_dim"),
+        ),
+        _factors_of_longrope,
+    ),
     _pattern(
         "window_attn_skip_freq",
         "window_size or attention_pattern",
@@ -200,5 +239,6 @@ RULES = (
         lambda model: model.position_embedding_type == "rope",
         "add --position-embedding-type rope",
     ),
+    ConfigRule(("xielu", "model_type", "num_experts"), _xielu),
     ConfigRule(("glu_linear_offset", "activation_func_clamp_value", "swiglu", "geglu", "quick_geglu"), _gate),
 )

@@ -44,5 +44,7 @@ class BlockOptions:
     """--qk-layernorm has a weight of its own for each head, and no bias (StableLM, Cohere)."""
     qk_layernorm_1p: bool = False
     """--qk-layernorm stores its weights as w - 1 (Gemma 3)."""
+    qk_layernorm_after_rope: bool = False
+    """--qk-layernorm normalises queries and keys that RoPE has turned (Hunyuan)."""
     position_offset: Annotated[int, at_least(0), at_most(2**31 - 1)] = 0
     """Rows of the learned position table before that of the first position (OPT: 2)."""

@@ -116,7 +116,7 @@ def _number(node: ast.AST) -> int:
     return value
 
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "quick_geglu", "squared_relu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "quick_geglu", "squared_relu", "xielu"]
 """Nonlinearity of an MLP; swiglu, geglu and quick_geglu are gated, gelu_tanh is GELU in its tanh form, as in geglu."""
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
@@ -171,12 +171,12 @@ class DenseOptions:
     """Part of each head that RoPE turns."""
     rotary_interleaved: bool = False
     """RoPE turns neighbouring pairs instead of the two halves of a head."""
-    rope_scaling_type: Literal["none", "linear", "llama3", "yarn"] = "none"
+    rope_scaling_type: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     """How RoPE is stretched to longer contexts. Megatron's --use-rope-scaling is llama3."""
     rope_scaling_factor: Annotated[float, greater_than(0)] = 8.0
     """How many times longer the stretched context is."""
     rope_original_max_positions: Annotated[int, at_least(1), at_most(2**31 - 1)] = 8192
-    """Context length the model had before stretching (llama3, yarn)."""
+    """Context length the model had before stretching (llama3, yarn, longrope)."""
     rope_low_freq_factor: Annotated[float, greater_than(0)] = 1.0
     """llama3: wavelengths longer than the original context / this are fully stretched."""
     rope_high_freq_factor: Annotated[float, greater_than(0)] = 4.0
@@ -185,6 +185,10 @@ class DenseOptions:
     """yarn: turns over the original context above which a wavelength is left alone."""
     rope_beta_slow: Annotated[float, greater_than(0)] = 1.0
     """yarn: turns over the original context below which a wavelength is fully stretched."""
+    rope_short_factor: tuple[float, ...] = ()
+    """longrope: for each pair of a head that RoPE turns, what divides its frequency in the original context."""
+    rope_long_factor: tuple[float, ...] = ()
+    """longrope: what divides it in longer texts; training counts --seq-length, generation each text so far."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Which norm."""
     norm_epsilon: Annotated[float, greater_than(0)] = 1e-5
@@ -211,6 +215,8 @@ class DenseOptions:
     """MLP activation relu(x) (the first T5)."""
     squared_relu: bool = False
     """MLP activation relu(x)^2."""
+    xielu: bool = False
+    """MLP activation xIELU, with two numbers that each layer learns (Apertus)."""
     openai_gelu: bool = False
     """GELU in its tanh form (GPT-2's) instead of the exact one."""
     disable_bias_linear: bool = False
@@ -272,7 +278,7 @@ class DenseOptions:
     @property
     def activation(self) -> Activation:
         """Nonlinearity of the MLP, as the flag of one of them says, or --openai-gelu of GELU's form."""
-        named: tuple[Activation, ...] = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu")
+        named: tuple[Activation, ...] = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "xielu")
         for name in named:
             if getattr(self, name):
                 return name
@@ -345,7 +351,7 @@ class DenseOptions:
         return not self.untie_embeddings_and_output_weights
 
     @property
-    def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn"]:
+    def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn", "longrope"]:
         """Kind of RoPE scaling, "none" without RoPE."""
         return self.rope_scaling_type if self.position_embedding_type == "rope" else "none"
 
@@ -385,13 +391,21 @@ class ModelConfig(ExpertOptions, PatternOptions, LatentOptions, BlockOptions, De
 
     @property
     def rotary_growth(self) -> float:
-        """Factor of cos and sin."""
+        """Factor of cos and sin: that of YaRN, or LongRoPE's root of 1 + ln(factor) / ln(original context)."""
+        factor, original = self.rope_scaling_factor, self.rope_original_max_positions
+        if self.rope_scaling == "longrope":
+            return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
         return self.yarn_growth(self.rope_mscale) / self.yarn_growth(self.rope_mscale_all_dim)
 
     def has_small_latents(self, tp: int) -> bool:
         """Whether latents of keys and values are smaller than keys and values of the heads of one of tp ranks."""
         keys_values = 2 * self.num_attention_heads * self.head_size // tp
         return self.multi_latent_attention and self.kv_lora_rank + self.qk_pos_emb_head_dim < keys_values
+
+    @property
+    def short_context(self) -> int | None:
+        """Tokens of the longest text that LongRoPE turns by its short factors; None for another RoPE."""
+        return self.rope_original_max_positions if self.rope_scaling == "longrope" else None
 
     @property
     def placement(self) -> NormPlacement:

@@ -191,7 +191,8 @@ class StageParameters(NamedTuple):
             if piece.vectors.split:
                 yield StageParameter(vectors, piece.vectors.split // self.tp, cut=("tp",))
             if piece.vectors.whole:
-                yield StageParameter(vectors, piece.vectors.whole, partial=self.over_sequence)
+                over_features = ("tp",) if piece.vectors_see_parts and self.tp > 1 else ()
+                yield StageParameter(vectors, piece.vectors.whole, partial=over_features or self.over_sequence)
             for number, linear in enumerate(piece.linears):
                 yield from self.linear(f"{name}.{linear.name or number}", linear)
             for number, norm in enumerate(piece.norms):

@@ -1,5 +1,8 @@
 """Table of the Hugging Face families that can be read and written, by `model_type`."""
 
+from megatronish.formats.hf.apertus import APERTUS
+from megatronish.formats.hf.arcee import ARCEE
+from megatronish.formats.hf.baichuan import BAICHUAN
 from megatronish.formats.hf.bert import BERT
 from megatronish.formats.hf.bloom import BLOOM
 from megatronish.formats.hf.cohere import COHERE
@@ -18,6 +21,7 @@ from megatronish.formats.hf.gpt_neox import GPT_NEOX
 from megatronish.formats.hf.gptj import GPTJ
 from megatronish.formats.hf.granite import GRANITE
 from megatronish.formats.hf.helium import HELIUM
+from megatronish.formats.hf.hunyuan import HUNYUAN
 from megatronish.formats.hf.llama import LLAMA
 from megatronish.formats.hf.mistral import MISTRAL
 from megatronish.formats.hf.mixtral import MIXTRAL
@@ -77,6 +81,10 @@ FAMILIES: dict[str, ModelFamily] = {
     "ernie4_5": ERNIE4_5,
     "cohere2": COHERE2,
     "olmo3": OLMO3,
+    "arcee": ARCEE,
+    "hunyuan_v1_dense": HUNYUAN,
+    "apertus": APERTUS,
+    "baichuan": BAICHUAN,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": KIMI_K2,
     "deepseek_v2": DEEPSEEK_V2,

@@ -7,13 +7,15 @@ import math
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.family import CORRECT, ConfigJson
+from megatronish.formats.hf.family import CORRECT, LARGEST_WHOLE, ConfigJson
 from megatronish.formats.hf.window import FULL, SLIDING
 
 ORIGINAL = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL, PARTIAL, "rotary_pct", "rotary_emb_base")
 BASE = 10000.0
+LONGROPE = {"short_factor": "rope_short_factor", "long_factor": "rope_long_factor"}
+"""Keys of LongRoPE's factors, and their fields."""
 
 
 def read_rope(
@@ -35,12 +37,16 @@ def read_rope(
             config.refuse(PARTIAL, "is no number, and versions of transformers differ in what it means", remedy=CORRECT)
         fields["rotary_percent"] = rope.number(PARTIAL, null=config.number(PARTIAL, null=turned))
     kind = rope.values.get("rope_type", rope.values.get("type")) or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        config.refuse(spelled, f"scales RoPE in the way of {kind!r}; none, linear, llama3 and yarn are supported")
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
+        config.refuse(
+            spelled, f"scales RoPE in the way of {kind!r}; none, linear, llama3, yarn and longrope are supported"
+        )
     if kind == "default":
         return fields
     if kind == "yarn":
         return fields | _yarn(config, rope, spelled, latent=latent)
+    if kind == "longrope":
+        return fields | _longrope(config, rope, spelled, part=fields.get("rotary_percent", 1.0))
     if latent and rope.values.get("mscale_all_dim"):
         config.refuse(spelled, f"makes scores larger by mscale_all_dim with {kind!r}, and here only yarn does")
     fields |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor")}
@@ -68,9 +74,32 @@ def write_rope(model: ModelConfig, *, turned: bool = False, latent: bool = False
         scaling |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
     if model.rope_scaling == "yarn":
         scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
+    if model.rope_scaling == "longrope":
+        scaling |= {key: list(getattr(model, field)) for key, field in LONGROPE.items()}
     if model.rope_scaling == "yarn" and latent:
         scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
     return {"rope_theta": model.rotary_base, "rope_scaling": scaling, **part}
+
+
+def without_alpha(config: ConfigJson) -> ConfigJson:
+    """The config with a larger base in the place of a RoPE that a fixed `alpha` stretches (Hunyuan).
+
+    Hunyuan calls it dynamic, but no frequency depends on the length of a text: the base is that much larger.
+    """
+    rope, spelled = _parameters(config)
+    kind = rope.values.get("rope_type", rope.values.get("type"))
+    if kind != "dynamic" or not rope.values.get("alpha"):
+        return config
+    heads, hidden_size = config.whole("num_attention_heads"), config.whole("hidden_size")
+    size = config.whole("head_dim", null=max(1, hidden_size // heads))
+    if size <= 2:
+        config.refuse(spelled, f"stretches the base of RoPE by a power of the size of a head, and {size} is too small")
+    alpha = rope.number("alpha")
+    if alpha > LARGEST_WHOLE:
+        config.refuse(spelled, f"has an alpha of more than {LARGEST_WHOLE}", remedy=CORRECT)
+    base = rope.number("rope_theta", null=config.number("rope_theta", null=BASE)) * alpha ** (size / (size - 2))
+    plain = {key: value for key, value in config.values.items() if key not in ("rope_scaling", "rope_parameters")}
+    return ConfigJson(config.path, plain | {"rope_theta": base}, {})
 
 
 def split_rope(config: ConfigJson) -> tuple[ConfigJson, float | None]:
@@ -125,6 +154,38 @@ def _original(config: ConfigJson, rope: ConfigJson) -> int:
     if inner is not None and outer is not None and inner != outer:
         config.refuse(ORIGINAL, f"contradicts the {inner} of RoPE's other parameters", remedy=CORRECT)
     return (config if inner is None else rope).whole(ORIGINAL, null=config.whole("max_position_embeddings"))
+
+
+def _longrope(config: ConfigJson, rope: ConfigJson, spelled: str, *, part: float) -> dict[str, Any]:
+    heads, original = config.whole("num_attention_heads"), _original(config, rope)
+    pairs = int(config.whole("head_dim", null=max(1, config.whole("hidden_size") // heads)) * part) // 2
+    factor = rope.number("factor", null=config.whole("max_position_embeddings") / original)
+    factors: dict[str, tuple[float, ...]] = {}
+    for key, field in LONGROPE.items():
+        numbers = rope.values.get(key)
+        if not isinstance(numbers, list) or any(
+            type(number) not in (int, float) or not 0 < number < LARGEST_WHOLE for number in numbers
+        ):
+            config.refuse(spelled, f"must have a list of numbers above 0 under {key}", remedy=CORRECT)
+        if len(numbers) != pairs:
+            config.refuse(
+                spelled,
+                f"has {len(numbers)} numbers under {key}, and RoPE turns {pairs} pairs of a head",
+                remedy=CORRECT,
+            )
+        factors[field] = tuple(map(float, numbers))
+    ours = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    theirs = rope.number("attention_factor", null=ours)
+    if not math.isclose(theirs, ours, rel_tol=1e-6):
+        config.refuse(
+            spelled, f"multiplies attention by {theirs:.6g}, and longrope with a factor of {factor:g} by {ours:.6g}"
+        )
+    return {
+        "rope_scaling_type": "longrope",
+        "rope_scaling_factor": factor,
+        "rope_original_max_positions": original,
+        **factors,
+    }
 
 
 def _yarn(config: ConfigJson, rope: ConfigJson, spelled: str, *, latent: bool) -> dict[str, Any]:

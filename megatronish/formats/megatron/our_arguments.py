@@ -46,8 +46,10 @@ def check_counterpart(model: ModelConfig) -> None:
             raise refuse(name)
     if model.activation == "gelu_tanh" and model.disable_bias_linear:
         raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
-    if model.rope_scaling == "yarn" and not model.multi_latent_attention:
-        raise refuse("rope_scaling_type=yarn")
+    if model.xielu:
+        raise refuse("xielu")
+    if model.rope_scaling == "longrope" or (model.rope_scaling == "yarn" and not model.multi_latent_attention):
+        raise refuse(f"rope_scaling_type={model.rope_scaling}")
     if what := without_counterpart(model) or latent_without_counterpart(model):
         raise refuse(what)
     if model.rope_scaling == "llama3":
