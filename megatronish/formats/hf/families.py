@@ -12,12 +12,15 @@ from megatronish.formats.hf.gemma import GEMMA
 from megatronish.formats.hf.gemma2 import GEMMA2
 from megatronish.formats.hf.gemma3 import GEMMA3
 from megatronish.formats.hf.glm4 import GLM4
+from megatronish.formats.hf.glm4_moe import GLM4_MOE
 from megatronish.formats.hf.gpt2 import GPT2
 from megatronish.formats.hf.gpt_neox import GPT_NEOX
 from megatronish.formats.hf.gptj import GPTJ
 from megatronish.formats.hf.granite import GRANITE
+from megatronish.formats.hf.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from megatronish.formats.hf.helium import HELIUM
 from megatronish.formats.hf.llama import LLAMA
+from megatronish.formats.hf.minimax_m2 import MINIMAX_M2
 from megatronish.formats.hf.mistral import MISTRAL
 from megatronish.formats.hf.mixtral import MIXTRAL
 from megatronish.formats.hf.nemotron import NEMOTRON
@@ -78,4 +81,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": KIMI_K2,
     "deepseek_v2": DEEPSEEK_V2,
+    "glm4_moe": GLM4_MOE,
+    "minimax_m2": MINIMAX_M2,
+    "granitemoe": GRANITEMOE,
+    "granitemoeshared": GRANITEMOESHARED,
 }

@@ -67,9 +67,11 @@ def modules_of(description: Description) -> Iterator[Module]:
         theirs = [name.removesuffix(".weight") for name in rule.theirs]
         # Row 0 of a stack of experts stands for all of them (`rule.row` skipped the others): they are one parameter in
         # transformers 5.
-        if rule.row == 0:
-            packed = theirs[0].rpartition(".0.")[0]  # ...mlp.experts, as transformers 5 keeps them for all families
+        if rule.row == 0 or rule.by_row:
+            packed = theirs[0].rpartition(".0.")[0]  # ...mlp.experts, as transformers 5 keeps them for most families
             packed = packed.replace("block_sparse_moe", "mlp")
+            if rule.by_row:  # published as they are packed, under another name than there
+                packed = f"{theirs[0].rpartition('.')[0]}.experts"
             parameter = "down_proj" if sections == ("down",) else "gate_up_proj"
             yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter)
         # Each section is a module of its own there (q_proj, k_proj, v_proj).
@@ -77,8 +79,8 @@ def modules_of(description: Description) -> Iterator[Module]:
             for name, section, size in zip(theirs, sections, sizes, strict=True):
                 yield Module(name, layer, (section,), (size,))
         else:
-            # The rule of the bias orders rows, and does not transpose.
-            yield Module(theirs[0], layer, sections, sizes, biases[layer])
+            # The rule of the bias orders rows, and does not transpose; without biases that of the weight does neither.
+            yield Module(theirs[0], layer, sections, sizes, biases.get(layer, rule))
 
 
 def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
