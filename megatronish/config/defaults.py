@@ -306,6 +306,9 @@ def _idle_router(model: ModelConfig) -> list[str]:
     names = ("moe_router_pre_softmax", "moe_router_norm_topk_prob")
     if is_sigmoid and (given := [name for name in names if getattr(model, name)]):
         notes.append(f"{', '.join(given)}: idle, as the scores of experts are sigmoids")
+    epsilon = "moe_sparsemixer_eps"
+    if model.moe_router_score_function != "sparsemixer" and getattr(model, epsilon) != FIELDS[epsilon].default:
+        notes.append(f"{epsilon}={getattr(model, epsilon)}: idle, as the scores of experts are no sparsemixer's")
     rate = "moe_router_bias_update_rate"
     if not model.moe_router_enable_expert_bias and getattr(model, rate) != FIELDS[rate].default:
         notes.append(f"{rate}={getattr(model, rate)}: idle, as --moe-router-enable-expert-bias is not given")

@@ -171,6 +171,8 @@ def _idle_fields(model: ModelConfig) -> set[str]:
         idle |= {"window_size", "window_attn_skip_freq", "attention_pattern"}
     read = READ_BY[model.attention_pattern] if any(model.windowed_layers) else ()
     idle |= {name for names in READ_BY.values() for name in names} - set(read)
+    if model.moe_router_score_function != "sparsemixer":
+        idle.add("moe_sparsemixer_eps")
     if not any(model.expert_layers):
         idle |= {"num_experts", *(name for name in vars(model) if name.startswith("moe_"))}
     if model.multi_latent_attention:  # which has parts of heads in place of these

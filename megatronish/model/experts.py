@@ -64,6 +64,7 @@ def router_settings(config: ModelConfig, spec: ExpertsSpec) -> RouterSettings:
         scores_per_group=config.scores_per_group,
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
         has_bias=config.moe_router_enable_expert_bias,
+        rival_epsilon=config.moe_sparsemixer_eps,
         bias_rate=config.moe_router_bias_update_rate,
         counts_before="global_aux_loss" in config.moe_router_load_balancing_type,
     )

@@ -36,6 +36,7 @@ OTHERS: list[dict[str, Any]] = [
     {"num_experts": 8, "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},
     {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_layer_freq": "([0]*1+[1]*7)"},
     {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_scores_per_group": 1},
+    {"num_experts": 8, "moe_router_score_function": "sparsemixer", "moe_router_num_groups": 4},
     {"num_experts": 8, "zero_stage": 3, "data_parallel_size": 8, "zero_hpz_partition_size": 2},
     {"zero_stage": 3, "data_parallel_size": 8, "zero_hpz_partition_size": 3},
     {"zero_stage": 2, "zero_quantized_gradients": "int8"},

@@ -26,7 +26,7 @@ from megatronish.formats.weights import LazyTensor, from_ours
 from megatronish.formats.weights import to_ours as rename
 from megatronish.specs.adapter_targets import adapted_sections
 
-FAMILIES = ("glm4_moe", "minimax_m2", "granitemoe", "granitemoeshared")
+FAMILIES = ("glm4_moe", "minimax_m2", "granitemoe", "granitemoeshared", "phimoe")
 PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "attention_bias": True,
@@ -76,6 +76,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "granitemoeshared": {"shared_intermediate_size": 1024, "num_local_experts": 40},
+    "phimoe": {"attention_bias": True, "lm_head_bias": True, "input_jitter_noise": 0.01, "sliding_window": 131072},
 }
 """Keys of the published models in which they differ from the defaults, or which change nothing here."""
 
@@ -99,6 +100,8 @@ def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
         ("granitemoe", {"embedding_multiplier": 12.0, "softmax_scale": 0.015625, "logits_multiplier": 1 / 6}),
         ("granitemoe", {"moe_router_pre_softmax": False, "moe_router_topk": 8, "tied": True, "expert_ffn_size": 512}),
         ("granitemoeshared", {"moe_shared_expert_intermediate_size": 1024, "moe_shared_expert_gate": False}),
+        ("phimoe", {"moe_router_score_function": "sparsemixer", "moe_sparsemixer_eps": 0.01, "rotary_base": 1e6}),
+        ("phimoe", {"normalization": "LayerNorm", "attention_bias": True, "mlp_bias": False, "add_output_bias": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -152,6 +155,8 @@ def test_a_part_of_a_head_in_either_spelling_is_changed_as_a_whole(tmp_path: Pat
         ("granitemoe", {"mlp_bias": True}, "mlp_bias=true is not supported: experts have no biases"),
         ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling=0.0 leaves nothing of what it multiplies"),
         ("granitemoeshared", {"shared_intermediate_size": -1}, "shared_intermediate_size=-1 must be a whole number"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: SparseMixer chooses two"),
+        ("phimoe", {"rope_scaling": {"type": "longrope"}}, "stretches RoPE, which this family does by LongRoPE with"),
     ],
 )
 def test_what_is_not_there_is_refused(tmp_path: Path, kind: str, config: dict[str, Any], told: str) -> None:
@@ -169,6 +174,8 @@ def test_what_is_not_there_is_refused(tmp_path: Path, kind: str, config: dict[st
         ("minimax_m2", {"moe_router_enable_expert_bias": False}, "minimax_m2 not moe_router_enable_expert_bias=False"),
         ("granitemoe", {"moe_router_pre_softmax": True}, "granitemoe not moe_router_pre_softmax without"),
         ("granitemoe", {"moe_router_topk_scaling_factor": 2.0}, "granitemoe not moe_router_topk_scaling_factor=2.0"),
+        ("phimoe", {"moe_router_score_function": "softmax"}, "phimoe not moe_router_score_function=softmax"),
+        ("phimoe", {"moe_router_topk": 1}, "phimoe not config.json: num_experts_per_tok=1 is not supported"),
         ("granitemoeshared", {"moe_shared_expert_gate": True}, "granitemoeshared not moe_shared_expert_gate=True"),
     ],
     ids=str,

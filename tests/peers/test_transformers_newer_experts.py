@@ -57,6 +57,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite, none shared": _GRANITE | {"model_type": "granitemoeshared", "shared_intermediate_size": 0},
 }
 
+_PHI = _SIZES | {"model_type": "phimoe", "num_local_experts": 4, "router_jitter_noise": 0.3}
+CONFIGS |= {
+    "phi": _PHI,
+    "phi, biases, window": _PHI | {"attention_bias": True, "lm_head_bias": True, "sliding_window": 5},
+    "phi, few rivals": _PHI | {"router_jitter_noise": 0.01, "num_local_experts": 8},
+    "phi, tied": _PHI | {"tie_word_embeddings": True, "lm_head_bias": True},
+}
+
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_equal_in_both_directions(tmp_path: Path, name: str) -> None:

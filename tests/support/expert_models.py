@@ -148,14 +148,24 @@ CONFIGS |= {
         "shared_intermediate_size": SHARED,
         **_FACTORS,
     },
+    "phimoe": _COMMON
+    | {
+        "architectures": ["PhimoeForCausalLM"],
+        "intermediate_size": F,
+        "num_local_experts": E,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.3,
+        "sliding_window": 5,
+    },
 }
 GRANITE = ("granitemoe", "granitemoeshared")
 for _name, _config in CONFIGS.items():
     _config["model_type"] = _name
 WITH_EXPERTS = {"mixtral": (0, 1), "qwen2_moe": (1,), "qwen3_moe": (1,), "olmoe": (0, 1)}
-WITH_EXPERTS |= dict.fromkeys((*LATENT, "glm4_moe"), (1,)) | dict.fromkeys((*GRANITE, "minimax_m2"), (0, 1))
+WITH_EXPERTS |= dict.fromkeys((*LATENT, "glm4_moe"), (1,)) | dict.fromkeys((*GRANITE, "minimax_m2", "phimoe"), (0, 1))
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-AS_MIXTRAL = ("mixtral", "minimax_m2")
+AS_MIXTRAL = ("mixtral", "minimax_m2", "phimoe")
 
 
 def tensors_of_family(name: str) -> dict[str, Tensor]:
@@ -186,6 +196,9 @@ def tensors_of_family(name: str) -> dict[str, Tensor]:
             for key, shape in named.items()
             if key[-13] in "qkv" and "_proj" in key and "self_attn" in key
         }
+    if name == "phimoe":
+        biased = [key for key in named if "norm" in key or "self_attn" in key or key == "lm_head.weight"]
+        named |= {key.replace("weight", "bias"): named[key][:1] for key in biased}
     if name in ("deepseek_v3", "kimi_k2", "glm4_moe", "minimax_m2"):
         part = "block_sparse_moe" if name == "minimax_m2" else "mlp.gate"
         named |= {f"model.layers.{n}.{part}.e_score_correction_bias": (E,) for n in WITH_EXPERTS[name]}
@@ -265,7 +278,8 @@ def packed(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         pairs = zip(of["gate_proj"], of["up_proj"], strict=True)
         found[f"{here}.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
         found[f"{here}.experts.down_proj"] = torch.stack(of["down_proj"])
-        found[f"{here}.gate.weight"] = found.pop(f"{there}.gate.weight")
+        router = "router" if name == "phimoe" else "gate"
+        found[f"{here}.{router}.weight"] = found.pop(f"{there}.gate.weight")
         if name == "minimax_m2":
             found[f"{here}.e_score_correction_bias"] = found.pop(f"{there}.e_score_correction_bias")
     return found

@@ -31,6 +31,7 @@ from megatronish.formats.hf.olmoe import OLMOE
 from megatronish.formats.hf.opt import OPT
 from megatronish.formats.hf.phi import PHI
 from megatronish.formats.hf.phi3 import PHI3
+from megatronish.formats.hf.phimoe import PHIMOE
 from megatronish.formats.hf.qwen2 import QWEN2
 from megatronish.formats.hf.qwen2_moe import QWEN2_MOE
 from megatronish.formats.hf.qwen3 import QWEN3
@@ -85,4 +86,5 @@ FAMILIES: dict[str, ModelFamily] = {
     "minimax_m2": MINIMAX_M2,
     "granitemoe": GRANITEMOE,
     "granitemoeshared": GRANITEMOESHARED,
+    "phimoe": PHIMOE,
 }

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
+from megatronish.formats.hf.decoder import norm_tensors
 from megatronish.formats.hf.experts import expert_tensors, gated_mlp_tensors
 from megatronish.formats.hf.family import HEAD, ConfigJson, ExpertNames, FamilyTensors, ModelFamily, first_true
 from megatronish.formats.hf.rope import read_rope, write_rope
@@ -130,7 +131,7 @@ def llama_tensors(
     for n in range(model.num_layers):
         ours, theirs = f"layers.{n}", f"model.layers.{n}"
         attention = f"{theirs}.self_attn"
-        yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=False)
+        yield from norm_tensors(model, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
         yield from concatenated_tensors(
             f"{ours}.attention.qkv",
             [f"{attention}.{name}_proj" for name in "qkv"],
@@ -141,14 +142,16 @@ def llama_tensors(
             yield from same_tensors(f"{ours}.attention.q_norm", f"{attention}.q_norm", bias=False)
             yield from same_tensors(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
         yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.attention_bias)
-        yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
+        yield from norm_tensors(model, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
         if experts is None or not model.expert_layers[n]:
             yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=model.mlp_bias)
         else:
             yield from experts(model, ours, theirs)
-    yield from same_tensors("final_norm", "model.norm", bias=False)
+    yield from norm_tensors(model, "final_norm", "model.norm")
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
+    if model.add_output_bias:
+        yield TensorRule("head.bias", ("lm_head.bias",))
 
 
 LLAMA_TENSORS = FamilyTensors("model", llama_tensors)
