@@ -300,6 +300,14 @@ def _idle_latent(model: ModelConfig) -> list[str]:
     return [f"{', '.join(given)}: idle, as --multi-latent-attention is not given"] if given else []
 
 
+def _idle_temperature(model: ModelConfig) -> list[str]:
+    """Note about a floor of a temperature that is not there."""
+    name = "attn_temperature_floor"
+    if model.attn_temperature_scale is not None or getattr(model, name) == FIELDS[name].default:
+        return []
+    return [f"{name}={getattr(model, name)}: idle, as --attn-temperature-scale is not given"]
+
+
 def _idle_router(model: ModelConfig) -> list[str]:
     """Notes about settings that this kind of router does not read."""
     is_sigmoid, notes = model.moe_router_score_function == "sigmoid", []

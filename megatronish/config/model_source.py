@@ -181,6 +181,8 @@ def _idle_fields(model: ModelConfig) -> set[str]:
         idle |= {*SIZES, "rope_mscale", "rope_mscale_all_dim"}
     if not model.qk_layernorm:
         idle |= {"qk_layernorm_across_heads", "qk_layernorm_by_head", "qk_layernorm_1p"}
+    if model.attn_temperature_scale is None:
+        idle.add("attn_temperature_floor")
     if not model.is_gated:
         idle |= {"glu_linear_offset", "activation_func_clamp_value"}
     return idle | set().union(*ROPE_SCALING.values()) - set(ROPE_SCALING[model.rope_scaling])

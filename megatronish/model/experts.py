@@ -127,6 +127,8 @@ class MixtureOfExperts(nn.Module):
             weights = weights * kept  # after normalising: what is dropped is lost, and not given to others
 
         # 4. The experts, and the shared experts as a dense MLP beside them.
+        if self.spec.weighs_input:  # of one expert a token
+            tokens, weights = tokens * weights.to(tokens.dtype), torch.ones_like(weights)
         y = self.experts(tokens, weights, route).view_as(own)
         if splits:
             y = comm.gather_whole_sequence(y, self.tp.axis, sums=False)

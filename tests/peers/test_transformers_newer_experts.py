@@ -57,11 +57,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite, none shared": _GRANITE | {"model_type": "granitemoeshared", "shared_intermediate_size": 0},
 }
 
+_CHUNKED = "chunked_attention"
+_LLAMA4 = _SIZES | {
+    "model_type": "llama4_text",
+    "head_dim": 8,
+    "intermediate_size_mlp": 20,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [0, 1],
+    "attention_chunk_size": 5,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
 _PHI = _SIZES | {"model_type": "phimoe", "num_local_experts": 4, "router_jitter_noise": 0.3}
 CONFIGS |= {
     "phi": _PHI,
     "phi, biases, window": _PHI | {"attention_bias": True, "lm_head_bias": True, "sliding_window": 5},
     "phi, few rivals": _PHI | {"router_jitter_noise": 0.01, "num_local_experts": 8},
+    "llama4": _LLAMA4,
+    "llama4, biases, no norm": _LLAMA4
+    | {"use_qk_norm": False, "attention_bias": True, "attn_temperature_tuning": False},
+    "llama4, all experts": _LLAMA4
+    | {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1], "layer_types": [_CHUNKED, "full_attention"]},
+    "llama4, tied": _LLAMA4 | {"moe_layers": [0], "tie_word_embeddings": True, "no_rope_layers": [1, 0]},
     "phi, tied": _PHI | {"tie_word_embeddings": True, "lm_head_bias": True},
 }
 

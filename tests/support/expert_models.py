@@ -101,6 +101,7 @@ CONFIGS |= {
     },
 }
 LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v2")
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 _FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7, "logits_scaling": 3.0}
 CONFIGS |= {
     "glm4_moe": _COMMON
@@ -158,12 +159,29 @@ CONFIGS |= {
         "router_jitter_noise": 0.3,
         "sliding_window": 5,
     },
+    "llama4_text": _COMMON
+    | {
+        "architectures": ["Llama4ForCausalLM"],
+        "head_dim": 8,
+        "intermediate_size": F,
+        "intermediate_size_mlp": DENSE,
+        "num_local_experts": E,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [0, 1],
+        "attention_chunk_size": 5,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "rope_scaling": {"rope_type": "llama3", "factor": 4.0, **_LLAMA3},
+    },
 }
 GRANITE = ("granitemoe", "granitemoeshared")
 for _name, _config in CONFIGS.items():
     _config["model_type"] = _name
 WITH_EXPERTS = {"mixtral": (0, 1), "qwen2_moe": (1,), "qwen3_moe": (1,), "olmoe": (0, 1)}
-WITH_EXPERTS |= dict.fromkeys((*LATENT, "glm4_moe"), (1,)) | dict.fromkeys((*GRANITE, "minimax_m2", "phimoe"), (0, 1))
+WITH_EXPERTS |= dict.fromkeys((*LATENT, "glm4_moe", "llama4_text"), (1,)) | dict.fromkeys(
+    (*GRANITE, "minimax_m2", "phimoe"), (0, 1)
+)
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 AS_MIXTRAL = ("mixtral", "minimax_m2", "phimoe")
 
@@ -189,7 +207,7 @@ def tensors_of_family(name: str) -> dict[str, Tensor]:
             shapes[f"{layer}.self_attn.k_norm"] = (keys if across else size,)
         shapes |= _mlp_shapes(name, layer, has_experts=n in WITH_EXPERTS[name])
     shapes |= {"model.norm": (D,), "lm_head": (VOCABULARY, D)}
-    named = {f"{key}.weight": shape for key, shape in shapes.items()}
+    named = {key if ".experts." in key and len(shape) == 3 else f"{key}.weight": shape for key, shape in shapes.items()}
     if name in ("qwen2_moe", "glm4_moe"):
         named |= {
             key.replace("weight", "bias"): shape[:1]
@@ -229,7 +247,11 @@ def _mlp_shapes(name: str, layer: str, *, has_experts: bool) -> dict[str, tuple[
 
     shapes: dict[str, tuple[int, ...]]
     if not has_experts:
-        return mlp(f"{layer}.mlp", DENSE)
+        return mlp(f"{layer}.{'feed_forward' if name == 'llama4_text' else 'mlp'}", DENSE)
+    if name == "llama4_text":
+        part = f"{layer}.feed_forward"
+        shapes = {f"{part}.router": (E, D), f"{part}.experts.gate_up_proj": (E, D, 2 * F)}
+        return shapes | {f"{part}.experts.down_proj": (E, F, D)} | mlp(f"{part}.shared_expert", F)
     if name in GRANITE:
         shapes = {"block_sparse_moe.router.layer": (E, D)}
         shapes |= {"block_sparse_moe.input_linear": (E, 2 * F, D), "block_sparse_moe.output_linear": (E, D, F)}
@@ -261,6 +283,8 @@ def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 def packed(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same weights as transformers 5 keeps them in memory."""
+    if name == "llama4_text":
+        return tensors
     if name in GRANITE:
         memory = {
             "input_linear.weight": "experts.gate_up_proj",

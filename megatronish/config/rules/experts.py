@@ -174,6 +174,11 @@ def _idle_choices(config: Config) -> str | None:
                 f"{other} is not for moe_router_score_function=sparsemixer, whose experts are compared by their "
                 f"logits, one after the other; leave {FIELDS[other].flag} out"
             )
+    if model.moe_apply_probs_on_input and model.moe_router_topk != 1:
+        return (
+            f"moe_apply_probs_on_input is for one expert a token, and moe_router_topk={model.moe_router_topk}; use "
+            "--moe-router-topk 1, or leave it out"
+        )
     if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
         return "moe_shared_expert_gate gates shared experts; add --moe-shared-expert-intermediate-size"
     return None
@@ -294,7 +299,14 @@ RULES = (
         _shared_over_tp,
     ),
     ConfigRule(
-        (*_ROUTER, "num_experts", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+        (
+            *_ROUTER,
+            "num_experts",
+            "moe_apply_probs_on_input",
+            "moe_router_topk",
+            "moe_shared_expert_gate",
+            "moe_shared_expert_intermediate_size",
+        ),
         _idle_choices,
     ),
 )

@@ -20,6 +20,7 @@ from megatronish.formats.hf.granite import GRANITE
 from megatronish.formats.hf.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from megatronish.formats.hf.helium import HELIUM
 from megatronish.formats.hf.llama import LLAMA
+from megatronish.formats.hf.llama4 import LLAMA4
 from megatronish.formats.hf.minimax_m2 import MINIMAX_M2
 from megatronish.formats.hf.mistral import MISTRAL
 from megatronish.formats.hf.mixtral import MIXTRAL
@@ -87,4 +88,5 @@ FAMILIES: dict[str, ModelFamily] = {
     "granitemoe": GRANITEMOE,
     "granitemoeshared": GRANITEMOESHARED,
     "phimoe": PHIMOE,
+    "llama4_text": LLAMA4,
 }

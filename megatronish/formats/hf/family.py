@@ -155,13 +155,19 @@ def in_no_family(model: ModelConfig) -> str | None:
         {
             f"moe_expert_capacity_factor={capacity}": model.num_experts is not None and capacity is not None,
             f"softmax_type={model.softmax_type}": model.softmax_type != "vanilla",
-            f"attention_pattern={model.attention_pattern}": model.attention_pattern != "none",
+            f"attention_pattern={model.attention_pattern}": model.attention_pattern != "none" and not is_chunked(model),
             "quick_geglu": model.quick_geglu,
             f"glu_linear_offset={model.glu_linear_offset}": model.is_gated and model.glu_linear_offset != 0,
             f"activation_func_clamp_value={model.activation_func_clamp_value}": model.is_gated
             and model.activation_func_clamp_value is not None,
         }
     )
+
+
+def is_chunked(model: ModelConfig) -> bool:
+    """Whether the pattern of attention is that of chunks: a token sees what comes before it in its own."""
+    blocks = model.attention_local_blocks, model.attention_global_blocks
+    return model.attention_pattern == "fixed" and blocks == (1, 0)
 
 
 def not_gpt_block(model: ModelConfig) -> str | None:

@@ -124,8 +124,13 @@ def without_biases(keys: dict[str, Any]) -> dict[str, Any]:
 def llama_tensors(
     model: ModelConfig,
     experts: Callable[[ModelConfig, str, str], Iterator[TensorRule]] | None = None,
+    *,
+    dense: str = "mlp",
 ) -> Iterator[TensorRule]:
-    """Rules of the tensors of Llama and its descendants, embedding first; `experts` are those of a layer with them."""
+    """Rules of the tensors of Llama and its descendants, embedding first.
+
+    `experts` are those of a layer with experts, `dense` is the name of an MLP.
+    """
     queries, keys = (heads * model.head_size for heads in (model.num_attention_heads, model.num_kv_heads))
     yield TensorRule("embedding.tokens.weight", ("model.embed_tokens.weight",))
     for n in range(model.num_layers):
@@ -144,7 +149,7 @@ def llama_tensors(
         yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.attention_bias)
         yield from norm_tensors(model, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
         if experts is None or not model.expert_layers[n]:
-            yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=model.mlp_bias)
+            yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.{dense}", model.ffn_size, bias=model.mlp_bias)
         else:
             yield from experts(model, ours, theirs)
     yield from norm_tensors(model, "final_norm", "model.norm")
