@@ -184,6 +184,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
     notes += _idle_experts(config) + _idle_pattern(config.model) + _idle_latent(config.model)
+    notes += _idle_temperature(config.model)
     if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
         config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     # 4. Made-up tokens stand in for all files; the vocabulary remains, as the model's size depends on it.

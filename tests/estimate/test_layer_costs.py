@@ -93,6 +93,8 @@ MODELS = {
         LATENT, q_lora_rank=None, disable_bias_linear=False, normalization="LayerNorm"
     ),
     "latent attention without norms, values as wide as keys": replace(LATENT, qk_layernorm=False, v_head_dim=48),
+    "a norm of heads without a weight": replace(GPT2, position_embedding_type="rope", qk_l2_norm=True),
+    "queries that grow": replace(GPT2, position_embedding_type="none", attn_temperature_scale=0.1),
     "stablelm": replace(LLAMA, normalization="LayerNorm", qk_layernorm=True, qk_layernorm_by_head=True),
 }
 DTYPES = (torch.float32, torch.bfloat16)

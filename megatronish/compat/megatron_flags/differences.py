@@ -51,6 +51,8 @@ DIFFERENCES: dict[str, str] = {
         "Not in Megatron-LM.",
     ),
     "moe_router_score_function": "Megatron-LM has no sparsemixer, and sqrtsoftplus in addition.",
+    **dict.fromkeys(("attn_temperature_scale", "attn_temperature_floor"), "Not in Megatron-LM."),
+    "qk_l2_norm": "Of layers with RoPE alone.",
     "moe_sparsemixer_eps": "Not in Megatron-LM.",
     "qk_layernorm_1p": "In Megatron-LM `--apply-layernorm-1p` is of these norms, too; conversions know it.",
     "qk_layernorm_by_head": "Not in Megatron-LM, whose heads share a weight.",
