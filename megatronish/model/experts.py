@@ -128,8 +128,9 @@ class MixtureOfExperts(nn.Module):
 
         # 4. The experts, and the shared experts as a dense MLP beside them.
         if self.spec.weighs_input:  # of one expert a token
-            tokens, weights = tokens * weights.to(tokens.dtype), torch.ones_like(weights)
-        y = self.experts(tokens, weights, route).view_as(own)
+            y = self.experts(tokens * weights.to(tokens.dtype), None, route).view_as(own)
+        else:
+            y = self.experts(tokens, weights, route).view_as(own)
         if splits:
             y = comm.gather_whole_sequence(y, self.tp.axis, sums=False)
         if self.shared is not None:

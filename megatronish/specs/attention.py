@@ -252,6 +252,8 @@ class AttentionSpec:
         else:
             if turns:
                 kept += feature * (heads + kv_heads)
+            elif self.temperature is not None:  # queries as they were, with the keys and values that came with them
+                kept += feature * heads
             copies = run.micro_batch_size > 1 and not run.has_dropout
             if run.cp == 1 and copies and not self.is_flex(run):
                 kept += feature * heads  # in the order of the heads, and in that of the sequence

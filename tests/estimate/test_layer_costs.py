@@ -174,6 +174,7 @@ def not_counted(model: ModelConfig, backend: AttentionBackend) -> float:
     if backend == "auto":
         # The values are a view of qkv's output and keep it alive, where queries and keys have become others by RoPE.
         views = (heads + model.num_kv_heads) * size if model.position_embedding_type == "rope" else 0
+        views += heads * size if model.attn_temperature_scale is not None else 0  # so do keys, where queries alone have
         return views + (S / B if model.window_size else 0)  # SDPA makes a bias of the mask, in every layer
     return model.num_kv_heads * size if model.qk_layernorm else 0  # a copy of the values, beside qkv's output
 

@@ -1,8 +1,8 @@
 """Llama 4, its text alone: layers with RoPE that see chunks, others that see everything, experts with one a token.
 
 Chunks are blocks of the fixed pattern (specs/block_pattern.py). The experts of a layer are two tensors in the files,
-gate_up_proj [E, D, 2 F] and down_proj [E, F, D]. The norm of queries and keys comes after RoPE there and before it here,
-which is the same: RoPE leaves the length of a head as it is.
+gate_up_proj [E, D, 2 F] and down_proj [E, F, D]. The norm of queries and keys comes after RoPE there and before it
+here, which is the same: RoPE leaves the length of a head as it is.
 """
 
 from collections.abc import Iterator, Sequence
