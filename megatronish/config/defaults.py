@@ -183,8 +183,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
-    notes += _idle_experts(config) + _idle_pattern(config.model) + _idle_latent(config.model)
-    notes += _idle_temperature(config.model)
+    notes += _idle_experts(config) + _idle_attention(config.model)
     if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
         config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     # 4. Made-up tokens stand in for all files; the vocabulary remains, as the model's size depends on it.
@@ -299,6 +298,11 @@ def _idle_latent(model: ModelConfig) -> list[str]:
         ]
     given = [f"{name}={getattr(model, name)}" for name in SIZES if getattr(model, name) != FIELDS[name].default]
     return [f"{', '.join(given)}: idle, as --multi-latent-attention is not given"] if given else []
+
+
+def _idle_attention(model: ModelConfig) -> list[str]:
+    """Notes about settings of attention that this kind of it does not read."""
+    return _idle_pattern(model) + _idle_latent(model) + _idle_temperature(model)
 
 
 def _idle_temperature(model: ModelConfig) -> list[str]:

@@ -26,7 +26,7 @@ from megatronish.formats.weights import LazyTensor, from_ours
 from megatronish.formats.weights import to_ours as rename
 from megatronish.specs.adapter_targets import adapted_sections
 
-FAMILIES = ("glm4_moe", "minimax_m2", "granitemoe", "granitemoeshared", "phimoe")
+FAMILIES = ("glm4_moe", "minimax_m2", "granitemoe", "granitemoeshared", "phimoe", "llama4_text")
 PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "attention_bias": True,
@@ -76,6 +76,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "granitemoeshared": {"shared_intermediate_size": 1024, "num_local_experts": 40},
+    "llama4_text": {
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [],
+        "num_local_experts": 128,
+        "rope_scaling": None,
+        "use_qk_norm": False,
+        "router_aux_loss_coef": 0.001,
+        "for_llm_compressor": False,
+    },
     "phimoe": {"attention_bias": True, "lm_head_bias": True, "input_jitter_noise": 0.01, "sliding_window": 131072},
 }
 """Keys of the published models in which they differ from the defaults, or which change nothing here."""
@@ -100,6 +111,14 @@ def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
         ("granitemoe", {"embedding_multiplier": 12.0, "softmax_scale": 0.015625, "logits_multiplier": 1 / 6}),
         ("granitemoe", {"moe_router_pre_softmax": False, "moe_router_topk": 8, "tied": True, "expert_ffn_size": 512}),
         ("granitemoeshared", {"moe_shared_expert_intermediate_size": 1024, "moe_shared_expert_gate": False}),
+        ("llama4_text", {"expert_layers": (False, True) * 24, "expert_ffn_size": 8192, "ffn_size": 16384}),
+        (
+            "llama4_text",
+            {"rotated_layers": (True, True, True, False) * 12, "moe_shared_expert_intermediate_size": 8192},
+        ),
+        ("llama4_text", {"windowed_layers": (True, True, True, False) * 12, "attention_block_size": 8192}),
+        ("llama4_text", {"attn_temperature_scale": 0.1, "attn_temperature_floor": 8192, "qk_l2_norm": False}),
+        ("llama4_text", {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "rotary_base": 5e5}),
         ("phimoe", {"moe_router_score_function": "sparsemixer", "moe_sparsemixer_eps": 0.01, "rotary_base": 1e6}),
         ("phimoe", {"normalization": "LayerNorm", "attention_bias": True, "mlp_bias": False, "add_output_bias": True}),
     ],
@@ -155,6 +174,22 @@ def test_a_part_of_a_head_in_either_spelling_is_changed_as_a_whole(tmp_path: Pat
         ("granitemoe", {"mlp_bias": True}, "mlp_bias=true is not supported: experts have no biases"),
         ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling=0.0 leaves nothing of what it multiplies"),
         ("granitemoeshared", {"shared_intermediate_size": -1}, "shared_intermediate_size=-1 must be a whole number"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not supported: weights of several"),
+        ("llama4_text", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 adds noise to the router in training"),
+        ("llama4_text", {"moe_layers": []}, r"moe_layers=\[\] leaves no layer with experts"),
+        ("llama4_text", {"moe_layers": [2]}, r"moe_layers=\[2\] must be a list of layers from 0 to 1"),
+        ("llama4_text", {"interleave_moe_layer_step": 3}, "interleave_moe_layer_step=3 leaves no layer with experts"),
+        (
+            "llama4_text",
+            {"layer_types": ["chunked_attention"]},
+            "layer_types=.* must be a list of chunked_attention and",
+        ),
+        (
+            "llama4_text",
+            {"attention_chunk_size": None},
+            "attention_chunk_size=null must be a whole number of at least 1",
+        ),
+        ("llama4_text", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] must be a list of 0 and 1 for the 2 layers"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: SparseMixer chooses two"),
         ("phimoe", {"rope_scaling": {"type": "longrope"}}, "stretches RoPE, which this family does by LongRoPE with"),
     ],
@@ -174,6 +209,13 @@ def test_what_is_not_there_is_refused(tmp_path: Path, kind: str, config: dict[st
         ("minimax_m2", {"moe_router_enable_expert_bias": False}, "minimax_m2 not moe_router_enable_expert_bias=False"),
         ("granitemoe", {"moe_router_pre_softmax": True}, "granitemoe not moe_router_pre_softmax without"),
         ("granitemoe", {"moe_router_topk_scaling_factor": 2.0}, "granitemoe not moe_router_topk_scaling_factor=2.0"),
+        ("llama4_text", {"moe_shared_expert_intermediate_size": 13}, "llama4_text not moe_shared_expert_intermediate_"),
+        ("llama4_text", {"moe_apply_probs_on_input": False}, "llama4_text not moe_apply_probs_on_input=False"),
+        (
+            "llama4_text",
+            {"window_attn_skip_freq": None, "attention_block_size": 7, "clip_qkv": 1.0},
+            "not clip_qkv=1.0",
+        ),
         ("phimoe", {"moe_router_score_function": "softmax"}, "phimoe not moe_router_score_function=softmax"),
         ("phimoe", {"moe_router_topk": 1}, "phimoe not config.json: num_experts_per_tok=1 is not supported"),
         ("granitemoeshared", {"moe_shared_expert_gate": True}, "granitemoeshared not moe_shared_expert_gate=True"),
@@ -256,7 +298,8 @@ def test_an_adapter_has_the_names_of_peft_and_comes_back(tmp_path: Path, name: s
     peft.write(tmp_path / "adapter", SavedAdapter(folder, config, tensors), description, base=str(folder))
     written = load_file(tmp_path / "adapter" / peft.FILE)
     layer = "base_model.model.model.layers.1"
-    experts = f"{layer}.{'block_sparse_moe' if 'granite' in name else 'mlp'}.experts"
+    part = "block_sparse_moe" if "granite" in name else "feed_forward" if name == "llama4_text" else "mlp"
+    experts = f"{layer}.{part}.experts"
     names = [f"{layer}.self_attn.{kind}_proj" for kind in "qvo"] + [experts, f"{experts}.base_layer"]
     assert {key for key in written if key.startswith(layer)} == {
         f"{module}.lora_{part}.weight" for module in names for part in "AB"
