@@ -29,7 +29,7 @@ peer: Any = pytest.importorskip(
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed here; see `make test-peers`")
 mixtures: Any = pytest.importorskip("test_transformers_experts", exc_type=ImportError)
 
-DENSE = ("llama-biases", "qwen2", "qwen3", "gpt2", "bloom")
+DENSE = ("llama-biases", "qwen2", "qwen3", "gpt2", "bloom", "phi3")
 EXPERTS = (
     "mixtral",
     "qwen3_moe",
