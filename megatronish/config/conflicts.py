@@ -85,6 +85,7 @@ IDLE_ONCE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "window_rotary_base": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
     "no_rope_freq": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
     "qk_layernorm_after_rope": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
+    "qk_l2_norm": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
     **dict.fromkeys(("rope_mscale", "rope_mscale_all_dim"), ("multi_latent_attention", (False,))),
     "max_position_embeddings": ("position_embedding_type", ("rope", "alibi", "none")),
 }

@@ -183,7 +183,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
-    notes += _idle_experts(config) + _idle_pattern(config.model) + _idle_latent(config.model)
+    notes += _idle_experts(config) + _idle_attention(config.model)
     if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
         config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     # 4. Made-up tokens stand in for all files; the vocabulary remains, as the model's size depends on it.
@@ -300,12 +300,28 @@ def _idle_latent(model: ModelConfig) -> list[str]:
     return [f"{', '.join(given)}: idle, as --multi-latent-attention is not given"] if given else []
 
 
+def _idle_attention(model: ModelConfig) -> list[str]:
+    """Notes about settings of attention that this kind of it does not read."""
+    return _idle_pattern(model) + _idle_latent(model) + _idle_temperature(model)
+
+
+def _idle_temperature(model: ModelConfig) -> list[str]:
+    """Note about a floor of a temperature that is not there."""
+    name = "attn_temperature_floor"
+    if model.attn_temperature_scale is not None or getattr(model, name) == FIELDS[name].default:
+        return []
+    return [f"{name}={getattr(model, name)}: idle, as --attn-temperature-scale is not given"]
+
+
 def _idle_router(model: ModelConfig) -> list[str]:
     """Notes about settings that this kind of router does not read."""
     is_sigmoid, notes = model.moe_router_score_function == "sigmoid", []
     names = ("moe_router_pre_softmax", "moe_router_norm_topk_prob")
     if is_sigmoid and (given := [name for name in names if getattr(model, name)]):
         notes.append(f"{', '.join(given)}: idle, as the scores of experts are sigmoids")
+    epsilon = "moe_sparsemixer_eps"
+    if model.moe_router_score_function != "sparsemixer" and getattr(model, epsilon) != FIELDS[epsilon].default:
+        notes.append(f"{epsilon}={getattr(model, epsilon)}: idle, as the scores of experts are no sparsemixer's")
     rate = "moe_router_bias_update_rate"
     if not model.moe_router_enable_expert_bias and getattr(model, rate) != FIELDS[rate].default:
         notes.append(f"{rate}={getattr(model, rate)}: idle, as --moe-router-enable-expert-bias is not given")

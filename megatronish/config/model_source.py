@@ -171,6 +171,8 @@ def _idle_fields(model: ModelConfig) -> set[str]:
         idle |= {"window_size", "window_attn_skip_freq", "attention_pattern"}
     read = READ_BY[model.attention_pattern] if any(model.windowed_layers) else ()
     idle |= {name for names in READ_BY.values() for name in names} - set(read)
+    if model.moe_router_score_function != "sparsemixer":
+        idle.add("moe_sparsemixer_eps")
     if not any(model.expert_layers):
         idle |= {"num_experts", *(name for name in vars(model) if name.startswith("moe_"))}
     if model.multi_latent_attention:  # which has parts of heads in place of these
@@ -181,6 +183,8 @@ def _idle_fields(model: ModelConfig) -> set[str]:
         idle |= {"qk_layernorm_across_heads", "qk_layernorm_by_head", "qk_layernorm_1p"}
     if not (model.qk_layernorm and any(model.rotated_layers)):
         idle.add("qk_layernorm_after_rope")
+    if model.attn_temperature_scale is None:
+        idle.add("attn_temperature_floor")
     if not model.is_gated:
         idle |= {"glu_linear_offset", "activation_func_clamp_value"}
     return idle | set().union(*ROPE_SCALING.values()) - set(ROPE_SCALING[model.rope_scaling])

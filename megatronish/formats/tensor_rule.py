@@ -16,6 +16,7 @@ class TensorRule:
     """Rule: tensors `theirs` of a foreign format make the tensor `ours`, by `join`; `split` is the inverse.
 
     With a `row` they make that row of ours alone: one expert of a stack. A stack has a rule for each of its rows.
+    `by_row`: they are stacks, too, and join and split take each row by itself.
     """
 
     ours: str
@@ -23,6 +24,7 @@ class TensorRule:
     join: "Callable[[Sequence[Tensor]], Tensor]" = lambda parts: parts[0]
     split: "Callable[[Tensor], Sequence[Tensor]]" = lambda whole: (whole,)
     row: int | None = None
+    by_row: bool = False
 
 
 def same_tensors(ours: str, theirs: str, *, bias: bool) -> Iterator[TensorRule]:

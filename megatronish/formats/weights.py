@@ -200,8 +200,13 @@ def _joined(parts: Sequence[LazyTensor], rule: TensorRule, where: str) -> LazyTe
         given = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(rule.theirs, parts, strict=True))
         raise UserError(f"{where}{given} do not fit together into {rule.ours}; {OF_TWO_MODELS}") from error
     # A tensor under another name can still be read in parts.
-    part = parts[0].part if len(parts) == 1 and rule.join is TensorRule.join else None
-    return LazyTensor(tuple(like.shape), like.dtype, lambda: rule.join([part.read() for part in parts]), part)
+    rows = parts[0].part if len(parts) == 1 and rule.join is TensorRule.join else None
+
+    def joined_rows(start: int, stop: int) -> Tensor:
+        return rule.join([part.rows(start, stop) for part in parts])
+
+    rows = joined_rows if rule.by_row else rows
+    return LazyTensor(tuple(like.shape), like.dtype, lambda: rule.join([part.read() for part in parts]), rows)
 
 
 def _stacked(name: str, rows: Sequence[LazyTensor], where: str) -> LazyTensor:
@@ -236,9 +241,14 @@ def _split(whole: LazyTensor, rule: TensorRule) -> dict[str, LazyTensor]:
         return result
 
     likes = rule.split(whole.like() if row is None else whole.like()[row])
-    rows = whole.part if row is None and rule.split is TensorRule.split else None
+
+    def rows_of(number: int) -> Callable[[int, int], Tensor] | None:
+        if rule.by_row:
+            return lambda start, stop: rule.split(whole.rows(start, stop))[number]
+        return whole.part if row is None and rule.split is TensorRule.split else None
+
     return {
-        name: LazyTensor(tuple(like.shape), like.dtype, partial(part, number), rows)
+        name: LazyTensor(tuple(like.shape), like.dtype, partial(part, number), rows_of(number))
         for number, (name, like) in enumerate(zip(rule.theirs, likes, strict=True))
     }
 

@@ -149,16 +149,19 @@ class Experts(nn.Module):
         down = (num_experts, hidden_size, ffn_size)
         self.down = StackedLinear(down, parallel=parallel, cut_dim=2, init_std=output_std, sections=("down",))
 
-    def forward(self, x: Tensor, weights: Tensor, route: TokenRoute, *, restores: bool = False) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor | None, route: TokenRoute, *, restores: bool = False) -> Tensor:
         """[T, D], [T, K] -> [T, D]: this rank's tokens through the experts that they chose.
 
-        `route` is that of the tokens of all etp ranks: [etp T, K] choices. `restores`: the backward computes the
-        activation again (--recompute-modules moe_act).
+        `route` is that of the tokens of all etp ranks: [etp T, K] choices. Without weights each counts as it is.
+        `restores`: the backward computes the activation again (--recompute-modules moe_act).
         """
         ep, etp = self.parallel.ep, self.parallel.etp
         # Ranks of etp hold parts of the same experts: each computes its part for the tokens of all of them.
         x = comm.gather_whole_sequence(x, etp, sums=True)
-        weights = comm.gather_whole_sequence(weights, etp, sums=True)
+        if weights is None:
+            weights = x.new_ones(len(x), route.num_choices, dtype=torch.float32)
+        else:
+            weights = comm.gather_whole_sequence(weights, etp, sums=True)
         rows = dispatch(x, route, ep=ep)  # [N', D]
         features = self.gate_up(rows, route.groups)
         activated = recompute(self.activate, features) if restores else self.activate(features)

@@ -6,6 +6,12 @@ place (64 experts, 8 chosen). Scores follow the field's formulas:
     softmax, after the choice     w = softmax of the K chosen logits                      (Mixtral, gpt-oss)
     softmax, before the choice    w = the K chosen of softmax(logits)                     (OLMoE, Qwen2-MoE)
     sigmoid                      s = sigmoid(logits), chosen by s + bias, w = s / sum s (DeepSeek-V3, arXiv:2412.19437)
+    sparsemixer                  w_k = that of k in a softmax of its rivals' logits      (Phi-3.5-MoE, arXiv:2409.12136)
+
+SparseMixer takes one expert after the other. The rivals of expert k, of logit m, are itself and those that are neither
+chosen before it nor far below it: m - logit <= 2 eps max(|logit|, m). Its paper chooses at random in training, by a
+Gumbel distribution, and corrects the gradient for that; here training computes what evaluation does, whose gradient is
+that of the formula, and the rivals are given.
 
 With groups, the experts of a token come from the `group_topk` groups whose `scores_per_group` best scores add up to
 most; with a softmax after the choice, whose logits do, as in Megatron-LM. It has K / group_topk, DeepSeek-V3 two of
@@ -20,6 +26,7 @@ so no layout changes it (the field's per-micro-batch and per-rank means are chan
     bias            after the step, bias_i += rate * sign(mean choices - choices of i)      (arXiv:2408.15664)
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +34,7 @@ from torch import Tensor, nn
 
 from megatronish.parallel.sharding import Init, Sharding
 
-ScoreFunction = Literal["softmax", "sigmoid"]
+ScoreFunction = Literal["softmax", "sigmoid", "sparsemixer"]
 
 
 class RouterSettings(NamedTuple):
@@ -47,6 +54,8 @@ class RouterSettings(NamedTuple):
     has_bias: bool = False
     """A bias that the choices of each step move towards balance."""
     bias_rate: float = 1e-3
+    rival_epsilon: float = 0.01
+    """Of sparsemixer: rivals of an expert are at most twice this below it, relative to the larger logit."""
     counts_before: bool = False
     """The global-batch loss: scores are weighed by the choices of the step before."""
 
@@ -109,6 +118,8 @@ class Router(nn.Module):
             if settings.num_chosen > 1:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        elif settings.score_function == "sparsemixer":
+            weights = _mixed(logits, chosen, settings.rival_epsilon)
         elif settings.before_choice:
             weights = scores.gather(1, chosen)
             if settings.normalised:
@@ -128,9 +139,9 @@ class Router(nn.Module):
     def compared(self, logits: Tensor) -> Tensor:
         """[T, E] -> [T, E]: what the choice compares, of experts and of groups: scores with the bias added.
 
-        A softmax that comes after the choice leaves it logits.
+        A softmax that comes after the choice leaves it logits, and so does sparsemixer.
         """
-        after_choice = self.settings.score_function == "softmax" and not self.settings.before_choice
+        after_choice = self.settings.score_function != "sigmoid" and not self.settings.before_choice
         scores = logits if after_choice else self.scores(logits)
         return scores + self.on_device("bias", scores.device) if "bias" in self.state else scores
 
@@ -144,13 +155,16 @@ class Router(nn.Module):
     def margins(self, scores: Tensor) -> Tensor:
         """[T, E] as `compared` -> [T]: by how much the scores of the last choice and of the first one left out differ.
 
-        With groups the margin of the choice of groups counts, too. Noise below half a margin changes no choice.
+        With groups the margin of the choice of groups counts, too, and of sparsemixer what makes a rival of an expert,
+        and the order of the chosen. Noise below half a margin changes no choice.
         """
         settings = self.settings
         margins = torch.full_like(scores[:, 0], torch.inf)
         if settings.num_groups is not None and settings.group_topk is not None:
             margins = _last_margin(_group_scores(scores, settings), settings.group_topk)
             scores = scores.masked_fill(~_in_best_groups(scores, settings), -torch.inf)
+        if settings.score_function == "sparsemixer":
+            margins = margins.minimum(_mixing_margin(scores, settings))
         return margins.minimum(_last_margin(scores, settings.num_chosen))
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
@@ -200,6 +214,38 @@ def _last_margin(scores: Tensor, num_chosen: int) -> Tensor:
         return torch.full_like(scores[:, 0], torch.inf)
     best = scores.topk(num_chosen + 1, dim=-1).values
     return best[:, -2] - best[:, -1]
+
+
+def _rivals(logits: Tensor, chosen: Tensor, epsilon: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For each choice of [T, K]: the expert [T, 1], logits [T, E] without those before it, -inf, and distances [T, E].
+
+    A rival has a distance of at least 0: that by which it is not too far below the expert.
+    """
+    left = logits
+    for expert in chosen.split(1, dim=1):
+        best = logits.gather(1, expert)
+        with torch.no_grad():
+            distances = 2 * epsilon * logits.abs().clamp(min=best) - (best - left)
+        yield expert, left, distances
+        left = left.scatter(1, expert, -torch.inf)
+
+
+def _mixed(logits: Tensor, chosen: Tensor, epsilon: float) -> Tensor:
+    """[T, E], [T, K] -> [T, K]: the weight of each chosen expert among its rivals."""
+    weights = [
+        left.masked_fill(distances < 0, -torch.inf).softmax(-1).gather(1, expert)
+        for expert, left, distances in _rivals(logits, chosen, epsilon)
+    ]
+    return torch.cat(weights, dim=1)
+
+
+def _mixing_margin(logits: Tensor, settings: RouterSettings) -> Tensor:
+    """[T, E] -> [T]: by how much the logits of two chosen experts, or of a rival and of one that is none, differ."""
+    best, chosen = logits.topk(settings.num_chosen, dim=-1)
+    margin = torch.full_like(logits[:, 0], torch.inf)
+    for expert, _, distances in _rivals(logits, chosen, settings.rival_epsilon):
+        margin = margin.minimum(distances.scatter(1, expert, torch.inf).abs().amin(-1))
+    return margin if settings.num_chosen == 1 else margin.minimum(-best.diff(dim=-1).amax(-1))
 
 
 def choices_of_sequences(routing: Routing, num_sequences: int) -> Tensor:

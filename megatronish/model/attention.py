@@ -37,7 +37,7 @@ from megatronish.ops.softcap import soft_capped
 from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.parallel.ranges import ATTENTION, marked
 from megatronish.parallel.sharding import Cut, Init, Sharding
-from megatronish.specs.attention import AttentionSpec
+from megatronish.specs.attention import AttentionSpec, Temperature
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,12 @@ class Attention(nn.Module):
         # the gradient that comes through its own queries.
         return Norm(
             self.spec.head_size,
-            kind=config.normalization,
+            kind="RMSNorm" if self.spec.norm_plain else config.normalization,
             epsilon=config.norm_epsilon,
             partial=tp.size > 1,
             one_plus=self.spec.norm_one_plus,
             of_heads=True,
-            learned=config.norm_parameters,
+            learned="none" if self.spec.norm_plain else config.norm_parameters,
         )
 
     def shardings(self) -> dict[str, Sharding]:
@@ -198,8 +198,16 @@ class Attention(nn.Module):
             q, k = (rotate(part, rotation, interleaved=self.config.rotary_interleaved) for part in (q, k))
         if of_heads and self.spec.norm_after_rope:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.spec.temperature is not None:
+            q = (q * _factors(self.spec.temperature, context.batch.position_ids)).to(q.dtype)
         # Every operation of core attention divides scores by the root of the size of a head.
         return q if self.spec.factor is None else q * self.spec.factor, k, v
+
+
+def _factors(temperature: Temperature, positions: Tensor) -> Tensor:
+    """int64 [B, S/cp] -> what queries there are multiplied by, fp32 [S/cp, B, 1, 1]."""
+    steps = torch.div(positions.t() + 1, temperature.floor, rounding_mode="floor")
+    return (1 + temperature.scale * steps.float().log1p())[..., None, None]
 
 
 def attend(

@@ -65,6 +65,7 @@ def router_settings(config: ModelConfig, spec: ExpertsSpec) -> RouterSettings:
         scores_per_group=config.scores_per_group,
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
         has_bias=config.moe_router_enable_expert_bias,
+        rival_epsilon=config.moe_sparsemixer_eps,
         bias_rate=config.moe_router_bias_update_rate,
         counts_before="global_aux_loss" in config.moe_router_load_balancing_type,
     )
@@ -127,7 +128,11 @@ class MixtureOfExperts(HasParts):
             weights = weights * kept  # after normalising: what is dropped is lost, and not given to others
 
         # 4. The experts, and the shared experts as a dense MLP beside them.
-        y = self.experts(tokens, weights, route, restores="moe_act" in self.recomputed).view_as(own)
+        restores = "moe_act" in self.recomputed
+        if self.spec.weighs_input:  # of one expert a token
+            y = self.experts(tokens * weights.to(tokens.dtype), None, route, restores=restores).view_as(own)
+        else:
+            y = self.experts(tokens, weights, route, restores=restores).view_as(own)
         if splits:
             y = comm.gather_whole_sequence(y, self.tp.axis, sums=False)
         if self.shared is not None:

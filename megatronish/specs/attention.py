@@ -69,6 +69,19 @@ class AttentionRun:
         return self.seq_length**2 * (self.micro_batch_size if self.packs_documents else 1)
 
 
+class Temperature(NamedTuple):
+    """Factor of queries that grows with their position p: 1 + scale ln(1 + floor((p + 1) / floor))."""
+
+    scale: float
+    floor: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Temperature | None":
+        """That of the layers without RoPE, None if all their queries count alike."""
+        scale = model.attn_temperature_scale
+        return None if scale is None else cls(scale, model.attn_temperature_floor)
+
+
 class Exchange(NamedTuple):
     """Bytes of a collective that a layer does in a forward, and in a backward, of one micro-batch.
 
@@ -109,6 +122,8 @@ class AttentionSpec:
     """The weight of a norm of heads is stored as w - 1."""
     norm_after_rope: bool = False
     """Queries and keys are normalised after they were turned."""
+    norm_plain: bool = False
+    """The norm of heads is an RMSNorm without a weight."""
     clip: float | None = None
     """Bound of queries, keys and values on both sides."""
     qkv_bias: bool = True
@@ -118,19 +133,23 @@ class AttentionSpec:
     softmax: SoftmaxType = "vanilla"
     factor: float | None = None
     """Factor of the queries, besides the root of the size of a head that divides scores; None: 1."""
+    temperature: Temperature | None = None
+    """Factor of the queries by their positions."""
     cap: float | None = None
     """Soft cap of the scores; with one, probabilities are explicit."""
 
     @classmethod
     def of(cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True) -> Self:
         """Attention as the options of a config describe it, with RoPE and a window or a pattern, or without."""
+        is_l2 = model.qk_l2_norm and rotary
         return cls(
             num_heads=model.num_attention_heads,
             num_kv_heads=model.num_kv_heads,
             head_size=model.head_size,
             window=model.window_size if windowed else None,
             pattern=BlockPattern.of(model) if windowed else None,
-            qk_norm=model.qk_layernorm,
+            qk_norm=model.qk_layernorm or is_l2,
+            norm_plain=is_l2,
             norm_across_heads=model.qk_layernorm_across_heads,
             norm_by_head=model.qk_layernorm_by_head,
             norm_one_plus=model.qk_layernorm_1p,
@@ -141,6 +160,7 @@ class AttentionSpec:
             rotary=rotary,
             softmax=model.softmax_type,
             factor=model.score_factor,
+            temperature=None if rotary else Temperature.of(model),
             cap=model.attn_logit_softcapping,
         )
 
@@ -172,12 +192,12 @@ class AttentionSpec:
         else:
             norms = tuple(
                 NormShape(
-                    model.normalization,
+                    "RMSNorm" if self.norm_plain else model.normalization,
                     self.head_size,
                     heads,
                     is_split=True,
                     name=name,
-                    learned=model.norm_parameters,
+                    learned="none" if self.norm_plain else model.norm_parameters,
                     each_weight=self.norm_by_head,
                 )
                 for name, heads in zip(names, (self.num_heads, self.num_kv_heads), strict=True)
@@ -266,6 +286,8 @@ class AttentionSpec:
         else:
             if turns:
                 kept += feature * unturned
+            elif self.temperature is not None:  # queries as they were, with the keys and values that came with them
+                kept += feature * heads
             copies = run.micro_batch_size > 1 and not run.has_dropout
             if run.cp == 1 and copies and not self.is_flex(run):
                 kept += feature * heads  # in the order of the heads, and in that of the sequence

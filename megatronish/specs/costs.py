@@ -162,12 +162,14 @@ class NormShape:
     def saved_bytes(self, *, element_bytes: int, device: DeviceType) -> Count:
         """Bytes a token that wait for its backward: the input.
 
-        On a CPU torch's RMSNorm is a chain of operations, which keeps two copies in fp32: the input and what is
-        multiplied by the weight. A weight stored as w - 1 is normalised in fp32 there, and the input is kept in fp32.
+        On a CPU torch's RMSNorm is a chain of operations, which keeps two copies in fp32: the input and, if there is a
+        weight, what it multiplies. A weight stored as w - 1 is normalised in fp32 there, and the input is kept in fp32.
         """
         width = element_bytes
         if device == "cpu" and not self.cuts_weight:
-            width = 8 if self.kind == "RMSNorm" else 4 if self.one_plus else element_bytes
+            width = 4 if self.kind == "RMSNorm" or self.one_plus else element_bytes
+            if self.kind == "RMSNorm" and (self.has_weight or self.each_weight):
+                width += 4
         if self.each_weight:
             width += element_bytes  # what is multiplied by the weights
         if self.shares_input and (element_bytes == 4 or width == element_bytes):

@@ -138,6 +138,8 @@ class ExpertsSpec:
     expert: MLPSpec
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    weighs_input: bool = False
+    """The weight of a token's one expert multiplies its input, not its output."""
 
     def cost(self, model: ModelConfig) -> LayerCost:
         """Router, experts and shared experts; the rows that come back are kept, too.
@@ -382,6 +384,7 @@ def _experts(model: ModelConfig) -> ExpertsSpec:
         MLPSpec.of(model, model.expert_ffn_size, bias=False),
         shared=None if shared is None else MLPSpec.of(model, shared, bias=False),
         shared_gate=model.moe_shared_expert_gate,
+        weighs_input=model.moe_apply_probs_on_input,
     )
 
 

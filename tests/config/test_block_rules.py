@@ -60,6 +60,18 @@ BERT = "--model-type bert --objective masked_lm --dataset-type sentences"
             "--position-offset 2 --position-embedding-type rope",
             "position_offset=2 is about rows of a learned table, and position_embedding_type=rope has none",
         ),
+        (
+            "--qk-l2-norm",
+            "qk_l2_norm is of layers with RoPE, and position_embedding_type=learned_absolute has none; add",
+        ),
+        (
+            "--qk-l2-norm --qk-layernorm --position-embedding-type rope",
+            "qk_l2_norm and qk_layernorm are two norms of queries and keys; leave one of them out",
+        ),
+        (
+            "--attn-temperature-scale 0.1 --position-embedding-type rope",
+            "attn_temperature_scale=0.1 is of layers without RoPE, and all layers have it; add --no-rope-freq 4",
+        ),
         ("--softmax-scale 0", "softmax_scale=0.0 must be greater than 0"),
         ("--final-logit-softcapping -1", "final_logit_softcapping=-1.0 must be greater than 0"),
         ("--residual-multiplier 0", "residual_multiplier=0.0 must be greater than 0"),

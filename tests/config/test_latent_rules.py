@@ -28,6 +28,7 @@ LATENT = f"{SIZES} --multi-latent-attention --position-embedding-type rope --dis
         ("--add-qkv-bias", "add_qkv_bias=True is not for multi_latent_attention: projections to and from latents"),
         ("--add-attention-bias", "add_attention_bias=True is not for multi_latent_attention: projections to and"),
         ("--qk-layernorm --qk-layernorm-by-head", "qk_layernorm_by_head=True is not for multi_latent_attention"),
+        ("--qk-l2-norm", "qk_l2_norm=True is not for multi_latent_attention: --qk-layernorm normalises latents"),
         ("--qk-layernorm --qk-layernorm-1p", "qk_layernorm_1p=True is not for multi_latent_attention: weights of the"),
         ("--qk-layernorm --qk-layernorm-after-rope", "latents, which RoPE does not turn; leave it out"),
         ("--position-embedding-type alibi", "position_embedding_type=alibi has none; add --position-embedding-type"),

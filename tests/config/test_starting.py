@@ -34,6 +34,8 @@ MODELS = (
     replace(GPT, num_experts=4),
     replace(GPT, num_experts=8, moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=2),
     replace(GPT, num_experts=4, moe_router_topk_scaling_factor=2.5),
+    replace(ROPE, attn_temperature_scale=0.1, no_rope_freq="2"),
+    replace(GPT, num_experts=4, moe_router_score_function="sparsemixer"),
     replace(GPT, qk_layernorm=True),
     replace(ROPE, qk_layernorm=True),
     replace(YARN, multi_latent_attention=True),

@@ -95,6 +95,8 @@ MODELS = {
         LATENT, q_lora_rank=None, disable_bias_linear=False, normalization="LayerNorm"
     ),
     "latent attention without norms, values as wide as keys": replace(LATENT, qk_layernorm=False, v_head_dim=48),
+    "a norm of heads without a weight": replace(GPT2, position_embedding_type="rope", qk_l2_norm=True),
+    "queries that grow": replace(GPT2, position_embedding_type="none", attn_temperature_scale=0.1),
     "stablelm": replace(LLAMA, normalization="LayerNorm", qk_layernorm=True, qk_layernorm_by_head=True),
 }
 DTYPES = (torch.float32, torch.bfloat16)
@@ -174,6 +176,7 @@ def not_counted(model: ModelConfig, backend: AttentionBackend) -> float:
     if backend == "auto":
         # The values are a view of qkv's output and keep it alive, where queries and keys have become others by RoPE.
         views = (heads + model.num_kv_heads) * size if model.position_embedding_type == "rope" else 0
+        views += heads * size if model.attn_temperature_scale is not None else 0  # so do keys, where queries alone have
         return views + (S / B if model.window_size else 0)  # SDPA makes a bias of the mask, in every layer
     return model.num_kv_heads * size if model.qk_layernorm else 0  # a copy of the values, beside qkv's output
 

@@ -171,7 +171,7 @@ def in_fp8(tensors: dict[str, Tensor], rows: int, columns: int) -> tuple[dict[st
     """Weights as they are published in fp8, block by block, and what they are in bf16."""
     stored, expected = {}, {}
     for name, tensor in tensors.items():
-        if "_proj" not in name:
+        if "_proj" not in name and ".experts." not in name:
             stored[name] = expected[name] = tensor if name.endswith("_bias") else tensor.bfloat16()
             continue
         down, across = (range(0, size, step) for size, step in zip(tensor.shape, (rows, columns), strict=True))

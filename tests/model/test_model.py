@@ -124,6 +124,19 @@ VARIANTS = {
     "apertus": replace(LLAMA, swiglu=False, xielu=True, qk_layernorm=True),
     "xielu with biases": replace(GPT2, xielu=True),
     "opt": replace(GPT2, relu=True, position_offset=2),
+    "llama 4": replace(
+        LLAMA,
+        rotary_interleaved=True,
+        no_rope_freq="[0, 1]",
+        attention_pattern="fixed",
+        attention_block_size=5,
+        attention_local_blocks=1,
+        attention_global_blocks=0,
+        window_attn_skip_freq="2",
+        qk_l2_norm=True,
+        attn_temperature_scale=0.6,
+        attn_temperature_floor=3,
+    ),
     "a sandwich with sinks": replace(
         GPT2, norm_placement="sandwich", residual_multiplier=0.6, attn_logit_softcapping=2.0, softmax_type="learnable"
     ),
@@ -288,6 +301,10 @@ def _plain_attention(
             q, k = (_plain_norm(config, own, f"attention.{n}_norm", part) for n, part in (("q", q), ("k", k)))
         if config.position_embedding_type == "rope" and not config.qk_layernorm_after_rope:
             q, k = _plain_rope(config, q, positions), _plain_rope(config, k, positions)
+            if config.qk_l2_norm:  # after RoPE, as a Llama 4 has it
+                q, k = (x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() for x in (q, k))
+        elif (scale := config.attn_temperature_scale) is not None:
+            q = q * (1 + scale * ((positions + 1) // config.attn_temperature_floor + 1).log())[:, None]
         rows = []
         for i in range(S):
             seen = [j for j in range(i + 1) if documents[i] == documents[j]]

@@ -29,8 +29,18 @@ peer: Any = pytest.importorskip(
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed here; see `make test-peers`")
 mixtures: Any = pytest.importorskip("test_transformers_experts", exc_type=ImportError)
 
-DENSE = ("llama-biases", "qwen2", "qwen3", "gpt2", "bloom", "falcon-groups", "mpt", "glm4")
-EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+DENSE = ("llama-biases", "qwen2", "qwen3", "gpt2", "bloom", "falcon-groups", "mpt", "glm4", "phi3")
+EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "glm4_moe",
+    "minimax_m2",
+    "granitemoe",
+    "granitemoeshared",
+    "phimoe",
+    "llama4_text",
+)
 LATENT = ("deepseek_v3", "deepseek_v2")
 LORA = AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=5.0)
 KINDS = {
@@ -170,7 +180,8 @@ def test_an_adapter_that_peft_has_made_is_read(tmp_path: Path, name: str) -> Non
     model, tokens = model_of(name), tokens_of(name)
     model.save_pretrained(tmp_path / "theirs")
     to_ours(tmp_path / "theirs", tmp_path / "ours")
-    parameters = None if name in DENSE else ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    part = "block_sparse_moe" if name.startswith("granite") else "feed_forward" if name == "llama4_text" else "mlp"
+    parameters = None if name in DENSE else [f"{part}.experts.{kind}_proj" for kind in ("gate_up", "down")]
     targets = "all-linear" if name in DENSE else ["q_proj", "v_proj", "q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa"]
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=targets, target_parameters=parameters, task_type="CAUSAL_LM"

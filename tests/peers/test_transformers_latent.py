@@ -66,10 +66,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def latent_model(name: str) -> Any:
+def random_decoder(config: dict[str, Any]) -> Any:
     """A model in fp32 whose biases of routers count, too."""
-    config = peer.transformers.AutoConfig.for_model(**CONFIGS[name])
-    model = peer.transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = peer.transformers.AutoModelForCausalLM.from_config(
+        peer.transformers.AutoConfig.for_model(**config), attn_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -80,35 +81,35 @@ def latent_model(name: str) -> Any:
     return model.float().eval()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_equal_in_both_directions(tmp_path: Path, name: str) -> None:
-    model, tokens = latent_model(name), peer.tokens()
+def check_logits(folder: Path, model: Any) -> None:
+    """Logits are equal in both directions, and weights and config.json come back."""
+    tokens = peer.tokens()
     expected = peer.logits_of(model, tokens)
-    model.save_pretrained(tmp_path / "theirs")
-    to_ours(tmp_path / "theirs", tmp_path / "ours")
+    model.save_pretrained(folder / "theirs")
+    to_ours(folder / "theirs", folder / "ours")
     for tp in (1, 2):
-        torch.testing.assert_close(logits_of(tmp_path / "ours", tokens, tp=tp), expected, rtol=1e-5, atol=1e-5)
-    to_hf(tmp_path / "ours", tmp_path / "back")
-    back = peer.load(tmp_path / "back")
+        torch.testing.assert_close(logits_of(folder / "ours", tokens, tp=tp), expected, rtol=1e-5, atol=1e-5)
+    to_hf(folder / "ours", folder / "back")
+    back = peer.load(folder / "back")
     torch.testing.assert_close(peer.logits_of(back, tokens), expected, rtol=0, atol=0)
-    assert (tmp_path / "back" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
+    assert (folder / "back" / "config.json").read_text() == (folder / "theirs" / "config.json").read_text()
     for key, tensor in model.state_dict().items():
         assert torch.equal(back.state_dict()[key], tensor), key
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_loss_and_the_gradients_of_a_step_are_equal(tmp_path: Path, name: str) -> None:
-    theirs, tokens = latent_model(name), peer.tokens()
-    theirs.save_pretrained(tmp_path / "theirs")
-    to_ours(tmp_path / "theirs", tmp_path / "ours")
-    loss, grads = dense.our_gradients(tmp_path / "ours", tokens)
+def check_gradients(folder: Path, theirs: Any) -> None:
+    """The loss and the gradients of a step are equal."""
+    tokens = peer.tokens()
+    theirs.save_pretrained(folder / "theirs")
+    to_ours(folder / "theirs", folder / "ours")
+    loss, grads = dense.our_gradients(folder / "ours", tokens)
     expected = theirs(tokens, labels=tokens, use_cache=False).loss
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
     for parameter in theirs.parameters():
         parameter.data.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    theirs.save_pretrained(tmp_path / "gradients")
-    tensors = {key: each for key, each in open_hf(tmp_path / "gradients").tensors.items() if not is_bias(key)}
+    theirs.save_pretrained(folder / "gradients")
+    tensors = {key: each for key, each in open_hf(folder / "gradients").tensors.items() if not is_bias(key)}
     assert grads.keys() == tensors.keys()
     for key, tensor in tensors.items():
         exact = tensor.read()
@@ -116,11 +117,25 @@ def test_the_loss_and_the_gradients_of_a_step_are_equal(tmp_path: Path, name: st
         assert float((mine - exact).abs().max()) <= 1e-5 * float(exact.abs().max()) + 1e-7, key
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_likeliest_text_is_the_same(tmp_path: Path, name: str) -> None:
-    model = latent_model(name)
+def check_text(folder: Path, model: Any) -> None:
+    """The likeliest text of each prompt is the same."""
     prompts = [row[:size] for row, size in zip(peer.tokens().repeat(2, 1).tolist(), (1, 6, 5, 4), strict=True)]
     expected = [generation.written_there(model, prompt, 30) for prompt in prompts]
-    model.save_pretrained(tmp_path / "theirs")
-    to_ours(tmp_path / "theirs", tmp_path / "ours")
-    assert run_ranks(1, generation.written_by, tmp_path / "ours", Layout(), prompts, 30)[0] == expected
+    model.save_pretrained(folder / "theirs")
+    to_ours(folder / "theirs", folder / "ours")
+    assert run_ranks(1, generation.written_by, folder / "ours", Layout(), prompts, 30)[0] == expected
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_equal_in_both_directions(tmp_path: Path, name: str) -> None:
+    check_logits(tmp_path, random_decoder(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_and_the_gradients_of_a_step_are_equal(tmp_path: Path, name: str) -> None:
+    check_gradients(tmp_path, random_decoder(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_likeliest_text_is_the_same(tmp_path: Path, name: str) -> None:
+    check_text(tmp_path, random_decoder(CONFIGS[name]))

@@ -206,6 +206,11 @@ QWEN3_MOE = (
     "--moe-router-pre-softmax --moe-router-norm-topk-prob --vocab-size 1000 --num-layers 2"
 )
 """The form of Qwen3-30B-A3B; a micro-batch has 64 rows for each expert where the load is even."""
+LLAMA4 = (
+    "--moe-router-topk 1 --moe-router-score-function sigmoid --moe-apply-probs-on-input --qk-l2-norm --no-rope-freq 2 "
+    "--moe-shared-expert-intermediate-size 1024 --attention-pattern fixed --attention-block-size 512 "
+    "--attention-local-blocks 1 --attention-global-blocks 0 --window-attn-skip-freq 2 --attn-temperature-scale 0.1"
+)
 ALIBI = "--position-embedding-type alibi"
 SDPA = "--attention-backend flash"
 AGAIN = "--recompute-granularity selective --recompute-modules"
@@ -267,6 +272,9 @@ SINGLE = [
     ),
     SingleCase("Qwen3-30B-A3B, small", "experts", QWEN3_MOE, "", 1, 0, num_layers=2),
     SingleCase("Qwen3-30B-A3B, small, in fp32", "experts", QWEN3_MOE, "", 1, 0, num_layers=2, precision=""),
+    SingleCase("SparseMixer", "experts", "--moe-router-score-function sparsemixer --ep 4 --etp 1"),
+    SingleCase("Llama 4, small", "experts", LLAMA4, "", 1, 0, num_layers=2),
+    SingleCase("Llama 4, small, over tp", "experts", f"{LLAMA4} --etp 2 --ep 2", "--tp 2 --sequence-parallel"),
     SingleCase("SGD", "llama", "--optimizer sgd"),
     SingleCase(
         "Muon of replicas", "gpt", "--optimizer muon --seq-length 256", "--tp 2", 4, 7, precision="", num_layers=1

@@ -101,10 +101,89 @@ CONFIGS |= {
     },
 }
 LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v2")
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+_FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7, "logits_scaling": 3.0}
+CONFIGS |= {
+    "glm4_moe": _COMMON
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "intermediate_size": DENSE,
+        "moe_intermediate_size": F,
+        "n_routed_experts": E,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    "minimax_m2": _COMMON
+    | {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "intermediate_size": F,
+        "num_local_experts": E,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "attn_type_list": [1, 1],
+    },
+    "granitemoe": _COMMON
+    | {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "intermediate_size": F,
+        "num_local_experts": E,
+        **_FACTORS,
+    },
+    "granitemoeshared": _COMMON
+    | {
+        "architectures": ["GraniteMoeSharedForCausalLM"],
+        "intermediate_size": F,
+        "num_local_experts": E,
+        "shared_intermediate_size": SHARED,
+        **_FACTORS,
+    },
+    "phimoe": _COMMON
+    | {
+        "architectures": ["PhimoeForCausalLM"],
+        "intermediate_size": F,
+        "num_local_experts": E,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.3,
+        "sliding_window": 5,
+    },
+    "llama4_text": _COMMON
+    | {
+        "architectures": ["Llama4ForCausalLM"],
+        "head_dim": 8,
+        "intermediate_size": F,
+        "intermediate_size_mlp": DENSE,
+        "num_local_experts": E,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [0, 1],
+        "attention_chunk_size": 5,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "rope_scaling": {"rope_type": "llama3", "factor": 4.0, **_LLAMA3},
+    },
+}
+GRANITE = ("granitemoe", "granitemoeshared")
 for _name, _config in CONFIGS.items():
     _config["model_type"] = _name
-WITH_EXPERTS = {"mixtral": (0, 1), "qwen2_moe": (1,), "qwen3_moe": (1,), "olmoe": (0, 1)} | dict.fromkeys(LATENT, (1,))
+WITH_EXPERTS = {"mixtral": (0, 1), "qwen2_moe": (1,), "qwen3_moe": (1,), "olmoe": (0, 1)}
+WITH_EXPERTS |= dict.fromkeys((*LATENT, "glm4_moe", "llama4_text"), (1,)) | dict.fromkeys(
+    (*GRANITE, "minimax_m2", "phimoe"), (0, 1)
+)
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+AS_MIXTRAL = ("mixtral", "minimax_m2", "phimoe")
 
 
 def tensors_of_family(name: str) -> dict[str, Tensor]:
@@ -122,21 +201,25 @@ def tensors_of_family(name: str) -> dict[str, Tensor]:
         else:
             shapes |= {f"{layer}.self_attn.{each}_proj": (number, D) for each, number in rows.items()}
             shapes[f"{layer}.self_attn.o_proj"] = (D, queries)
-        if name in ("qwen3_moe", "olmoe"):
-            across = name == "olmoe"
+        if name in ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2"):
+            across = name in ("olmoe", "minimax_m2")
             shapes[f"{layer}.self_attn.q_norm"] = (queries if across else size,)
             shapes[f"{layer}.self_attn.k_norm"] = (keys if across else size,)
         shapes |= _mlp_shapes(name, layer, has_experts=n in WITH_EXPERTS[name])
     shapes |= {"model.norm": (D,), "lm_head": (VOCABULARY, D)}
-    named = {f"{key}.weight": shape for key, shape in shapes.items()}
-    if name == "qwen2_moe":
+    named = {key if ".experts." in key and len(shape) == 3 else f"{key}.weight": shape for key, shape in shapes.items()}
+    if name in ("qwen2_moe", "glm4_moe"):
         named |= {
             key.replace("weight", "bias"): shape[:1]
             for key, shape in named.items()
             if key[-13] in "qkv" and "_proj" in key and "self_attn" in key
         }
-    if config.get("scoring_func") == "sigmoid":
-        named |= {f"model.layers.{n}.mlp.gate.e_score_correction_bias": (E,) for n in WITH_EXPERTS[name]}
+    if name == "phimoe":
+        biased = [key for key in named if "norm" in key or "self_attn" in key or key == "lm_head.weight"]
+        named |= {key.replace("weight", "bias"): named[key][:1] for key in biased}
+    if name in ("deepseek_v3", "kimi_k2", "glm4_moe", "minimax_m2"):
+        part = "block_sparse_moe" if name == "minimax_m2" else "mlp.gate"
+        named |= {f"model.layers.{n}.{part}.e_score_correction_bias": (E,) for n in WITH_EXPERTS[name]}
     return _drawn(named)
 
 
@@ -162,17 +245,28 @@ def _mlp_shapes(name: str, layer: str, *, has_experts: bool) -> dict[str, tuple[
         up, down = (size, D), (D, size)
         return {f"{prefix}.{key}": shape for key, shape in (("gate_proj", up), ("up_proj", up), ("down_proj", down))}
 
+    shapes: dict[str, tuple[int, ...]]
     if not has_experts:
-        return mlp(f"{layer}.mlp", DENSE)
-    part = f"{layer}.block_sparse_moe" if name == "mixtral" else f"{layer}.mlp"
-    shapes: dict[str, tuple[int, ...]] = {f"{part}.gate": (E, D)}
+        return mlp(f"{layer}.{'feed_forward' if name == 'llama4_text' else 'mlp'}", DENSE)
+    if name == "llama4_text":
+        part = f"{layer}.feed_forward"
+        shapes = {f"{part}.router": (E, D), f"{part}.experts.gate_up_proj": (E, D, 2 * F)}
+        return shapes | {f"{part}.experts.down_proj": (E, F, D)} | mlp(f"{part}.shared_expert", F)
+    if name in GRANITE:
+        shapes = {"block_sparse_moe.router.layer": (E, D)}
+        shapes |= {"block_sparse_moe.input_linear": (E, 2 * F, D), "block_sparse_moe.output_linear": (E, D, F)}
+        if name == "granitemoeshared":
+            shapes |= {"shared_mlp.input_linear": (2 * SHARED, D), "shared_mlp.output_linear": (D, SHARED)}
+        return {f"{layer}.{key}": shape for key, shape in shapes.items()}
+    part = f"{layer}.block_sparse_moe" if name in AS_MIXTRAL else f"{layer}.mlp"
+    shapes = {f"{part}.gate": (E, D)}
     for e in range(E):
         shapes |= mlp(f"{part}.experts.{e}", F)
-    if name == "mixtral":
+    if name in AS_MIXTRAL:
         shapes = {
             f"{key.rpartition('.')[0]}.{MIXTRAL.get(key.rpartition('.')[2], 'gate')}": s for key, s in shapes.items()
         }
-    if name in LATENT:
+    if "n_shared_experts" in CONFIGS[name]:
         shapes |= mlp(f"{part}.shared_experts", F * CONFIGS[name]["n_shared_experts"])
     if name == "qwen2_moe":
         shapes |= mlp(f"{part}.shared_expert", SHARED) | {f"{part}.shared_expert_gate": (1, D)}
@@ -189,15 +283,29 @@ def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 def packed(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same weights as transformers 5 keeps them in memory."""
+    if name == "llama4_text":
+        return tensors
+    if name in GRANITE:
+        memory = {
+            "input_linear.weight": "experts.gate_up_proj",
+            "output_linear.weight": "experts.down_proj",
+            "router.layer.weight": "router.weight",
+        }
+        parts = {key: key.partition("block_sparse_moe.")[2] for key in tensors}
+        return {key.removesuffix(part) + memory.get(part, part): tensors[key] for key, part in parts.items()}
     found = {key: tensor for key, tensor in tensors.items() if ".experts." not in key}
     for n in WITH_EXPERTS[name]:
-        here, there = f"model.layers.{n}.mlp", f"model.layers.{n}.{'block_sparse_moe' if name == 'mixtral' else 'mlp'}"
-        kinds = {key: MIXTRAL[key] if name == "mixtral" else key for key in MIXTRAL}
+        as_mixtral = name in AS_MIXTRAL
+        here, there = f"model.layers.{n}.mlp", f"model.layers.{n}.{'block_sparse_moe' if as_mixtral else 'mlp'}"
+        kinds = {key: MIXTRAL[key] if as_mixtral else key for key in MIXTRAL}
         of = {key: [tensors[f"{there}.experts.{e}.{kind}.weight"] for e in range(E)] for key, kind in kinds.items()}
         pairs = zip(of["gate_proj"], of["up_proj"], strict=True)
         found[f"{here}.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
         found[f"{here}.experts.down_proj"] = torch.stack(of["down_proj"])
-        found[f"{here}.gate.weight"] = found.pop(f"{there}.gate.weight")
+        router = "router" if name == "phimoe" else "gate"
+        found[f"{here}.{router}.weight"] = found.pop(f"{there}.gate.weight")
+        if name == "minimax_m2":
+            found[f"{here}.e_score_correction_bias"] = found.pop(f"{there}.e_score_correction_bias")
     return found
 
 

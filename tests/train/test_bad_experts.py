@@ -53,6 +53,14 @@ EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 24"
             "moe_router_scores_per_group=3 must be at most the 2 experts of a group; use a smaller one",
         ),
         ("--moe-router-scores-per-group 1", "moe_router_scores_per_group is of groups of experts; add --moe-router-nu"),
+        (
+            "--moe-router-score-function sparsemixer --moe-router-pre-softmax",
+            "moe_router_pre_softmax is not for moe_router_score_function=sparsemixer, .*; leave --moe-router-pre-so",
+        ),
+        (
+            "--moe-apply-probs-on-input",
+            "moe_apply_probs_on_input is for one expert a token, and moe_router_topk=2; use --",
+        ),
         ("--moe-router-topk 7", "moe_router_topk=7 must be at most num_experts=6; choose fewer"),
     ],
 )

@@ -96,5 +96,8 @@ def test_the_margin_is_that_of_the_last_choice_and_of_the_groups() -> None:
     assert plain.margins(scores).tolist() == pytest.approx([0.05])
     grouped = Router(4, RouterSettings(4, 1, num_groups=2, group_topk=1), init_std=0.1)
     assert grouped.margins(scores).tolist() == pytest.approx([0.1])  # 0.4 to 0.3; the groups are 0.15 apart
+    mixer = Router(4, RouterSettings(4, 2, score_function="sparsemixer", rival_epsilon=0.2), init_std=0.1)
+    # 0.4 takes what is at least 0.24, and 0.3 what is at least 0.18: 0.25 is a rival of both, by 0.01 and by 0.07.
+    assert mixer.margins(scores).tolist() == pytest.approx([0.01])
     everyone = Router(4, RouterSettings(4, 4), init_std=0.1)
     assert everyone.margins(scores).tolist() == [torch.inf]

@@ -65,9 +65,6 @@ EXPERTS: dict[str, Known] = {
         ("0", "0.0"),
     ),
     "moe-grad-scale-func": idle("the loss scale of the run reaches the balancing losses, too", 1),
-    "moe-apply-probs-on-input": refused(
-        "the weights of experts are applied to their outputs, as all published models do; leave it out"
-    ),
     "moe-router-force-biased": refused(
         "biased random routing is not there; use --moe-router-force-load-balancing, random and even",
         1,
@@ -176,7 +173,6 @@ MODEL: dict[str, Known] = {
     "output-logit-dtype": idle(_FP32, 1),
     "apply-residual-connection-post-layernorm": refused("residuals start before the norm (pre-LN); leave it out"),
     "attention-output-gate": refused("attention has no output gate; leave it out"),
-    "qk-l2-norm": refused("use --qk-layernorm, or leave it out"),
     "embedding-init-method-std": refused("--init-method-std is of all weights; leave it out", 1),
     "init-method-xavier-uniform": refused("initial weights are normally distributed; use --init-method-std"),
     "spec": refused("a block of your own is registered in Python; see examples/custom_model.py", None),

@@ -106,6 +106,30 @@ def _norm_by_head(config: Config) -> str | None:
     return None
 
 
+def _l2_norm(config: Config) -> str | None:
+    model = config.model
+    if not model.qk_l2_norm:
+        return None
+    if model.qk_layernorm:
+        return "qk_l2_norm and qk_layernorm are two norms of queries and keys; leave one of them out"
+    if model.position_embedding_type == "rope":
+        return None
+    return (
+        f"qk_l2_norm is of layers with RoPE, and position_embedding_type={model.position_embedding_type} has none; "
+        "add --position-embedding-type rope, or leave it out"
+    )
+
+
+def _temperature(config: Config) -> str | None:
+    model = config.model
+    if model.attn_temperature_scale is None or model.position_embedding_type != "rope" or model.no_rope_freq:
+        return None
+    return (
+        f"attn_temperature_scale={model.attn_temperature_scale} is of layers without RoPE, and all layers have it; add "
+        "--no-rope-freq 4, or leave it out"
+    )
+
+
 def _position_offset(config: Config) -> str | None:
     offset, kind = config.model.position_offset, config.model.position_embedding_type
     if offset == 0 or kind == "learned_absolute":
@@ -135,5 +159,7 @@ RULES = (
         ("qk_layernorm_after_rope", "qk_layernorm", "qk_layernorm_across_heads", "position_embedding_type"),
         _norm_after_rope,
     ),
+    ConfigRule(("qk_l2_norm", "qk_layernorm", "position_embedding_type"), _l2_norm),
+    ConfigRule(("attn_temperature_scale", "position_embedding_type", "no_rope_freq"), _temperature),
     ConfigRule(("position_offset", "position_embedding_type"), _position_offset),
 )

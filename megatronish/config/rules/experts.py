@@ -1,7 +1,7 @@
 """Rules on experts: how many, which layers, how they are chosen, and how they lie over the ranks."""
 
 from megatronish.config.config import Config
-from megatronish.config.fields import one_of
+from megatronish.config.fields import FIELDS, one_of
 from megatronish.config.rules.rule import MESH, ConfigRule, divide
 from megatronish.config.sections.model import ModelConfig, parse_frequency
 
@@ -166,6 +166,19 @@ def _idle_choices(config: Config) -> str | None:
         return "moe_router_enable_expert_bias is added to sigmoid scores; add --moe-router-score-function sigmoid"
     if model.moe_router_norm_topk_prob and not model.moe_router_pre_softmax:
         return "moe_router_norm_topk_prob belongs to --moe-router-pre-softmax; without it the weights sum to 1 anyway"
+    if model.moe_router_score_function == "sparsemixer":
+        names = ("moe_router_pre_softmax", "moe_router_num_groups")
+        other = next((name for name in names if getattr(model, name)), None)
+        if other is not None:
+            return (
+                f"{other} is not for moe_router_score_function=sparsemixer, whose experts are compared by their "
+                f"logits, one after the other; leave {FIELDS[other].flag} out"
+            )
+    if model.moe_apply_probs_on_input and model.moe_router_topk != 1:
+        return (
+            f"moe_apply_probs_on_input is for one expert a token, and moe_router_topk={model.moe_router_topk}; use "
+            "--moe-router-topk 1, or leave it out"
+        )
     if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
         return "moe_shared_expert_gate gates shared experts; add --moe-shared-expert-intermediate-size"
     return None
@@ -205,6 +218,7 @@ def _alike(config: Config) -> str | None:
     if model.moe_router_load_balancing_type == "seq_aux_loss":
         is_balanced = is_balanced or model.moe_aux_loss_coeff > 0
     sums_to_one = not model.moe_router_pre_softmax or model.moe_router_norm_topk_prob
+    sums_to_one = sums_to_one and model.moe_router_score_function != "sparsemixer"
     keep = config.checkpoint
     is_upcycled = keep.moe_use_upcycling and model.num_experts is not None and (keep.load or keep.load_hf) is not None
     if not is_upcycled or is_balanced or not sums_to_one:
@@ -229,6 +243,7 @@ _ROUTER = (
     "moe_router_score_function",
     "moe_router_norm_topk_prob",
     "moe_router_pre_softmax",
+    "moe_router_num_groups",
 )
 _GRID = (*MESH, _EP, _ETP, "num_experts")
 
@@ -275,6 +290,7 @@ RULES = (
                 "moe_aux_loss_coeff",
             ),
             *("moe_z_loss_coeff", "moe_router_pre_softmax", "moe_router_norm_topk_prob"),
+            "moe_router_score_function",
         ),
         _alike,
     ),
@@ -283,7 +299,14 @@ RULES = (
         _shared_over_tp,
     ),
     ConfigRule(
-        (*_ROUTER, "num_experts", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+        (
+            *_ROUTER,
+            "num_experts",
+            "moe_apply_probs_on_input",
+            "moe_router_topk",
+            "moe_shared_expert_gate",
+            "moe_shared_expert_intermediate_size",
+        ),
         _idle_choices,
     ),
 )

@@ -16,6 +16,8 @@ _OF_HEADS: dict[str, str] = {
     "qk_layernorm_across_heads": "--qk-layernorm normalises latents, which have no heads; leave it out",
     "qk_layernorm_by_head": "--qk-layernorm normalises latents, which have no heads; leave it out",
     "qk_layernorm_after_rope": "--qk-layernorm normalises latents, which RoPE does not turn; leave it out",
+    "qk_l2_norm": "--qk-layernorm normalises latents; leave it out",
+    "attn_temperature_scale": "queries of latent attention have no temperature; leave it out",
     "qk_layernorm_1p": "weights of the latents' norms are stored as --apply-layernorm-1p says; leave it out",
 }
 """Options of attention by heads, each with the reason and the remedy."""

@@ -46,5 +46,11 @@ class BlockOptions:
     """--qk-layernorm stores its weights as w - 1 (Gemma 3)."""
     qk_layernorm_after_rope: bool = False
     """--qk-layernorm normalises queries and keys that RoPE has turned (Hunyuan)."""
+    qk_l2_norm: bool = False
+    """Queries and keys of layers with RoPE are divided by the root of the mean of their squares (Llama 4)."""
+    attn_temperature_scale: Annotated[float | None, greater_than(0)] = None
+    """Layers without RoPE: queries at position p times 1 + this ln(1 + floor((p + 1) / the floor)) (Llama 4)."""
+    attn_temperature_floor: Annotated[int, at_least(1), at_most(2**31 - 1)] = 8192
+    """That floor: positions up to which --attn-temperature-scale changes nothing."""
     position_offset: Annotated[int, at_least(0), at_most(2**31 - 1)] = 0
     """Rows of the learned position table before that of the first position (OPT: 2)."""

@@ -41,8 +41,10 @@ class ExpertOptions:
     """Inner width, in all, of experts that every token passes."""
     moe_shared_expert_gate: bool = False
     """The output of the shared experts is multiplied by a gate, one number a token (Qwen2-MoE)."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the experts from the router's logits."""
+    moe_router_score_function: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    """Scores of the experts from the router's logits. sparsemixer: each among its rivals alone (Phi-3.5-MoE)."""
+    moe_sparsemixer_eps: Annotated[float, at_least(0), at_most(1)] = 0.01
+    """sparsemixer: rivals of an expert are at most twice this below it, relative to the larger logit."""
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the choice, instead of over the chosen ones."""
     moe_router_norm_topk_prob: bool = False
@@ -55,6 +57,8 @@ class ExpertOptions:
     """Best scores of a group that add up to the group's. Derived: --moe-router-topk over --moe-router-group-topk."""
     moe_router_topk_scaling_factor: Annotated[float | None, greater_than(0)] = None
     """Factor of the weights of the chosen experts."""
+    moe_apply_probs_on_input: bool = False
+    """The weight of a token's one expert multiplies what the expert is given, not what it makes of it (Llama 4)."""
     moe_input_jitter_eps: Annotated[float, at_least(0), at_most(1), TRAINING_ONLY] = 0.0
     """The input of routers is multiplied by random values of 1 - eps to 1 + eps in training; 0: it is not."""
     moe_router_force_load_balancing: Annotated[bool, TRAINING_ONLY] = False

@@ -174,18 +174,18 @@ class LayerTraffic(StepTraffic):
 
     def _experts(self, experts: LinearShape, forwards: int) -> None:
         """Rows to the experts and back, a count of them, and what ranks with parts of the same experts share."""
-        layout, etp, times = self.config.layout, self.sizes["etp"], self.num_microbatches
+        model, layout = self.config.model, self.config.layout
+        etp, times = self.sizes["etp"], self.num_microbatches
         own = self.tokens // layout.tp * etp
         rows = own * experts.used // experts.copies * experts.copies
-        hidden = self.config.model.hidden_size * self.width
+        hidden = model.hidden_size * self.width
         if layout.tp > 1 and not self.cuts_sequence:  # each rank of tp takes a part of the tokens
             self.add("tp", "all-gather", times * (forwards + 1) * self.hidden)
         self.add("ep", "all-to-all", times * (2 * (forwards + 1) * rows * hidden + experts.copies * SCALAR))
-        weights = own * experts.used * 4
+        weights = 0 if model.moe_apply_probs_on_input else own * experts.used * 4
         self.add("etp", "all-gather", times * forwards * (own * hidden + weights + own * experts.used * SCALAR))
         self.add("etp", "all-gather", times * own * hidden)
         self.add("etp", "reduce-scatter", times * (own * hidden * (forwards + 1) + weights))
-        model = self.config.model
         if model.moe_expert_capacity_factor is not None:
             self._capacity(experts.copies)
         if model.moe_router_load_balancing_type == "seq_aux_loss" and model.moe_aux_loss_coeff:

@@ -178,6 +178,14 @@ def _choose_family(model: ModelConfig, *, prefer: Any) -> str:
     reasons = {name: family.lacks(model) or _changed(name, model) for name, family in FAMILIES.items()}
     able = [name for name, reason in reasons.items() if reason is None]
     if not able:
-        text = "; ".join(f"{name} not {reason}" for name, reason in reasons.items())
-        raise UserError(f"no supported family of Hugging Face can express this model: {text}")
+        raise UserError(f"no supported family of Hugging Face can express this model: {_told(model, reasons)}")
     return prefer if prefer in able else able[0]
+
+
+def _told(model: ModelConfig, reasons: Mapping[str, str | None]) -> str:
+    """Families and their reasons; those that have experts where the model has none, or none, are named together."""
+    together: dict[tuple[str | None, str], list[str]] = {}
+    for name, reason in reasons.items():
+        is_other_kind = (FAMILIES[name].tensors.experts is None) != (model.num_experts is None)
+        together.setdefault((reason, "" if is_other_kind else name), []).append(name)
+    return "; ".join(f"{', '.join(names)} not {reason}" for (reason, _), names in together.items())

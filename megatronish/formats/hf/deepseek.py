@@ -12,14 +12,24 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from megatronish.config.sections.model import ModelConfig, canonical
-from megatronish.formats.hf.experts import expert_tensors, read_experts
-from megatronish.formats.hf.family import CORRECT, HEAD, ConfigJson, ExpertNames, FamilyTensors, ModelFamily, first_true
-from megatronish.formats.hf.llama import ROWS, gated_mlp_tensors, not_llama_block
+from megatronish.config.sections.model import ModelConfig
+from megatronish.formats.hf.experts import (
+    expert_tensors,
+    gated_mlp_tensors,
+    read_experts,
+    read_first_dense,
+    read_groups,
+    read_sigmoids,
+    write_first_dense,
+    write_sigmoids,
+)
+from megatronish.formats.hf.family import HEAD, ConfigJson, ExpertNames, FamilyTensors, ModelFamily, first_true
+from megatronish.formats.hf.llama import ROWS, not_llama_block
 from megatronish.formats.hf.rope import read_rope, write_rope
 from megatronish.formats.tensor_rule import TensorRule, same_tensors
 
 _LATENT_EPSILON = 1e-6  # of the norms of latents, whatever rms_norm_eps is
+NAMES = ExpertNames(shared="shared_experts")
 _BEST = {"deepseek_v2": 1, "deepseek_v3": 2}  # scores that add up to a group's
 _COMMON: dict[str, Any] = {
     "num_key_value_heads": None,
@@ -86,6 +96,7 @@ def _read_common(config: ConfigJson) -> dict[str, Any]:
     heads = config.whole("num_attention_heads")
     if config.whole("num_key_value_heads", null=heads) != heads:
         config.refuse("num_key_value_heads", f"must be num_attention_heads={heads}: latent attention has no groups")
+    config.must_be("moe_layer_freq", 1, why="is not supported: after the first dense layers all have experts")
     width, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts")
     factor = config.number("routed_scaling_factor")
     return {
@@ -111,54 +122,20 @@ def _read_common(config: ConfigJson) -> dict[str, Any]:
         "attention_dropout": config.number("attention_dropout"),
         "hidden_dropout": 0.0,
         **read_experts(config, number="n_routed_experts", width="moe_intermediate_size"),
-        **_read_layers(config),
+        **read_first_dense(config),
         "moe_shared_expert_intermediate_size": width * shared,
         "moe_router_topk_scaling_factor": None if factor == 1 else factor,
-    }
-
-
-def _read_layers(config: ConfigJson) -> dict[str, Any]:
-    """Which layers have experts: those from first_k_dense_replace on."""
-    config.must_be("moe_layer_freq", 1, why="is not supported: after the first dense layers all have experts")
-    layers, dense = config.whole("num_hidden_layers"), config.whole("first_k_dense_replace", least=0)
-    if dense >= layers:
-        config.refuse("first_k_dense_replace", f"leaves none of {layers} layers with experts")
-    return {"moe_layer_freq": canonical((False,) * dense + (True,) * (layers - dense)) if dense else "1"}
-
-
-def _read_groups(config: ConfigJson, *, best: int) -> dict[str, Any]:
-    """Groups of experts, of which a token chooses from some; none where it may choose from all."""
-    groups, kept = config.whole("n_group", null=1), config.whole("topk_group", null=1)
-    experts, chosen = config.whole("n_routed_experts"), config.whole("num_experts_per_tok")
-    if experts % groups:
-        config.refuse("n_group", f"must divide n_routed_experts={experts}", remedy=CORRECT)
-    if kept > groups:
-        config.refuse("topk_group", f"must be at most n_group={groups}", remedy=CORRECT)
-    if chosen > kept * (experts // groups):
-        config.refuse("topk_group", f"leaves fewer experts than num_experts_per_tok={chosen}", remedy=CORRECT)
-    if kept == groups:
-        return {}
-    if best > experts // groups:
-        config.refuse("n_group", f"leaves groups of fewer than {best} experts, whose scores make a group's")
-    return {
-        "moe_router_num_groups": groups,
-        "moe_router_group_topk": kept,
-        "moe_router_scores_per_group": best,
     }
 
 
 def _read_v3(config: ConfigJson) -> dict[str, Any]:
     config.must_be("scoring_func", "sigmoid", why="is not supported in this family; sigmoid is")
     config.must_be("topk_method", "noaux_tc", why="is not supported in this family; noaux_tc is")
-    sums_to_one = config.whole("num_experts_per_tok") > 1
-    if config.flag("norm_topk_prob") != sums_to_one:
-        config.refuse("norm_topk_prob", "is not supported: weights sum to one where a token chooses several experts")
     return {
         **_read_common(config),
         "rotary_interleaved": config.flag("rope_interleave"),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        **_read_groups(config, best=_BEST["deepseek_v3"]),
+        **read_sigmoids(config),
+        **read_groups(config, best=_BEST["deepseek_v3"]),
     }
 
 
@@ -171,7 +148,7 @@ def _read_v2(config: ConfigJson) -> dict[str, Any]:
         **_read_common(config),
         "rotary_interleaved": True,
         "moe_router_pre_softmax": True,
-        **(_read_groups(config, best=_BEST["deepseek_v2"]) if has_groups else {}),
+        **(read_groups(config, best=_BEST["deepseek_v2"]) if has_groups else {}),
     }
 
 
@@ -194,7 +171,7 @@ def _write_common(model: ModelConfig, seq_length: int) -> dict[str, Any]:
         **write_rope(model, latent=True),
         "attention_dropout": model.attention_dropout,
         "attention_bias": False,
-        "first_k_dense_replace": [*model.expert_layers, True].index(True),
+        **write_first_dense(model),
         "moe_layer_freq": 1,
         "n_routed_experts": model.num_experts,
         "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_size,
@@ -211,7 +188,7 @@ def _write_v3(model: ModelConfig, seq_length: int) -> dict[str, Any]:
         "topk_method": "noaux_tc",
         "n_group": model.moe_router_num_groups or 1,
         "topk_group": model.moe_router_group_topk or 1,
-        "norm_topk_prob": model.moe_router_topk > 1,
+        **write_sigmoids(model),
         "num_nextn_predict_layers": 0,
     }
 
@@ -254,12 +231,7 @@ def _tensors(model: ModelConfig) -> Iterator[TensorRule]:
         if not model.expert_layers[n]:
             yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=False)
             continue
-        yield from expert_tensors(model, ExpertNames(), ours=ours, theirs=theirs)
-        if model.moe_router_enable_expert_bias:
-            yield TensorRule(f"{ours}.mlp.router.bias", (f"{theirs}.mlp.gate.e_score_correction_bias",))
-        shared = model.moe_shared_expert_intermediate_size
-        assert shared is not None
-        yield from gated_mlp_tensors(f"{ours}.mlp.shared", f"{theirs}.mlp.shared_experts", shared, bias=False)
+        yield from expert_tensors(model, ours, theirs, names=NAMES)
     yield from same_tensors("final_norm", "model.norm", bias=False)
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
@@ -285,7 +257,7 @@ def _left_out(model: ModelConfig, name: str) -> str | None:
     return "of multi-token prediction, which is not there yet"
 
 
-_TENSORS = FamilyTensors("model", _tensors, ExpertNames(), left_out=_left_out)
+_TENSORS = FamilyTensors("model", _tensors, NAMES, left_out=_left_out)
 _ALIASES = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
 _family = partial(ModelFamily, cannot_describe=_lacks, tensors=_TENSORS)
 

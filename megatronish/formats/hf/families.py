@@ -16,13 +16,17 @@ from megatronish.formats.hf.gemma import GEMMA
 from megatronish.formats.hf.gemma2 import GEMMA2
 from megatronish.formats.hf.gemma3 import GEMMA3
 from megatronish.formats.hf.glm4 import GLM4
+from megatronish.formats.hf.glm4_moe import GLM4_MOE
 from megatronish.formats.hf.gpt2 import GPT2
 from megatronish.formats.hf.gpt_neox import GPT_NEOX
 from megatronish.formats.hf.gptj import GPTJ
 from megatronish.formats.hf.granite import GRANITE
+from megatronish.formats.hf.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from megatronish.formats.hf.helium import HELIUM
 from megatronish.formats.hf.hunyuan import HUNYUAN
 from megatronish.formats.hf.llama import LLAMA
+from megatronish.formats.hf.llama4 import LLAMA4
+from megatronish.formats.hf.minimax_m2 import MINIMAX_M2
 from megatronish.formats.hf.mistral import MISTRAL
 from megatronish.formats.hf.mixtral import MIXTRAL
 from megatronish.formats.hf.mpt import MPT
@@ -34,6 +38,7 @@ from megatronish.formats.hf.olmoe import OLMOE
 from megatronish.formats.hf.opt import OPT
 from megatronish.formats.hf.phi import PHI
 from megatronish.formats.hf.phi3 import PHI3
+from megatronish.formats.hf.phimoe import PHIMOE
 from megatronish.formats.hf.qwen2 import QWEN2
 from megatronish.formats.hf.qwen2_moe import QWEN2_MOE
 from megatronish.formats.hf.qwen3 import QWEN3
@@ -90,4 +95,10 @@ FAMILIES: dict[str, ModelFamily] = {
     "deepseek_v2": DEEPSEEK_V2,
     "falcon": FALCON,
     "mpt": MPT,
+    "glm4_moe": GLM4_MOE,
+    "minimax_m2": MINIMAX_M2,
+    "granitemoe": GRANITEMOE,
+    "granitemoeshared": GRANITEMOESHARED,
+    "phimoe": PHIMOE,
+    "llama4_text": LLAMA4,
 }

@@ -88,12 +88,17 @@ HEAD = "lm_head.weight"
 
 
 class ExpertNames(NamedTuple):
-    """Names of a family in a layer: of the part that holds router and experts, and of an expert's matrices."""
+    """Names of a family in a layer: of the part that holds router and experts, and of an expert's matrices.
+
+    `bias` is the router's, in that part; `shared` are the experts that every token passes.
+    """
 
     part: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_expert"
 
 
 class FamilyTensors(NamedTuple):
@@ -145,25 +150,24 @@ class ModelFamily(NamedTuple):
 
 def in_no_family(model: ModelConfig) -> str | None:
     """Field of a model that no family here has."""
-    factor, capacity = model.moe_router_topk_scaling_factor, model.moe_expert_capacity_factor
-    has_experts = model.num_experts is not None
-    as_older = has_experts and not model.multi_latent_attention  # DeepSeek's families have more choices of experts
+    capacity = model.moe_expert_capacity_factor
     return first_true(
         {
-            f"moe_router_score_function={model.moe_router_score_function}": as_older
-            and model.moe_router_score_function != "softmax",
-            f"moe_router_num_groups={model.moe_router_num_groups}": as_older
-            and model.moe_router_num_groups is not None,
-            f"moe_router_topk_scaling_factor={factor}": as_older and factor not in (None, 1),
-            f"moe_expert_capacity_factor={capacity}": has_experts and capacity is not None,
+            f"moe_expert_capacity_factor={capacity}": model.num_experts is not None and capacity is not None,
             f"softmax_type={model.softmax_type}": model.softmax_type != "vanilla",
-            f"attention_pattern={model.attention_pattern}": model.attention_pattern != "none",
+            f"attention_pattern={model.attention_pattern}": model.attention_pattern != "none" and not is_chunked(model),
             "quick_geglu": model.quick_geglu,
             f"glu_linear_offset={model.glu_linear_offset}": model.is_gated and model.glu_linear_offset != 0,
             f"activation_func_clamp_value={model.activation_func_clamp_value}": model.is_gated
             and model.activation_func_clamp_value is not None,
         }
     )
+
+
+def is_chunked(model: ModelConfig) -> bool:
+    """Whether the pattern of attention is that of chunks: a token sees what comes before it in its own."""
+    blocks = model.attention_local_blocks, model.attention_global_blocks
+    return model.attention_pattern == "fixed" and blocks == (1, 0)
 
 
 def not_gpt_block(model: ModelConfig) -> str | None:

@@ -8,10 +8,13 @@ from megatronish.formats.hf.family import ConfigJson, ModelFamily
 from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, read_llama, write_llama
 
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-_GRANITE = {key: value for key, value in LLAMA_DEFAULTS.items() if key != "head_dim"} | dict.fromkeys(_FACTORS, 1.0)
+GRANITE_DEFAULTS = {key: value for key, value in LLAMA_DEFAULTS.items() if key != "head_dim"} | dict.fromkeys(
+    _FACTORS, 1.0
+)
 
 
-def _read_granite(config: ConfigJson) -> dict[str, Any]:
+def read_granite(config: ConfigJson) -> dict[str, Any]:
+    """Fields of a Granite, with experts or without."""
     for key in _FACTORS:
         if config.number(key) == 0:
             config.refuse(key, "leaves nothing of what it multiplies, or divides by zero", remedy="correct that line")
@@ -24,7 +27,8 @@ def _read_granite(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-def _write_granite(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+def write_granite(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    """Keys of a Granite, with experts or without."""
     keys = write_llama(model, seq_length)
     del keys["head_dim"]
     scale = model.softmax_scale
@@ -40,10 +44,10 @@ def _write_granite(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 GRANITE = ModelFamily(
     "GraniteForCausalLM",
     ROWS,
-    _GRANITE,
+    GRANITE_DEFAULTS,
     {},
-    _read_granite,
-    _write_granite,
+    read_granite,
+    write_granite,
     lambda _model: None,
     decoder(DecoderNames()),
 )

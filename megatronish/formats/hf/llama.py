@@ -3,12 +3,13 @@
 Queries, keys and values are three tensors there and one here, gate and up-projection two there and one here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.experts import expert_tensors
+from megatronish.formats.hf.decoder import norm_tensors
+from megatronish.formats.hf.experts import expert_tensors, gated_mlp_tensors
 from megatronish.formats.hf.family import HEAD, ConfigJson, ExpertNames, FamilyTensors, ModelFamily, first_true
 from megatronish.formats.hf.rope import read_rope, write_rope
 from megatronish.formats.tensor_rule import TensorRule, concatenated_tensors, same_tensors
@@ -120,14 +121,22 @@ def without_biases(keys: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in ("attention_bias", "mlp_bias")}
 
 
-def llama_tensors(model: ModelConfig, experts: ExpertNames | None = None) -> Iterator[TensorRule]:
-    """Rules of the tensors of Llama and its descendants, embedding first; `experts` are the names of theirs."""
+def llama_tensors(
+    model: ModelConfig,
+    experts: Callable[[ModelConfig, str, str], Iterator[TensorRule]] | None = None,
+    *,
+    dense: str = "mlp",
+) -> Iterator[TensorRule]:
+    """Rules of the tensors of Llama and its descendants, embedding first.
+
+    `experts` are those of a layer with experts, `dense` is the name of an MLP.
+    """
     queries, keys = (heads * model.head_size for heads in (model.num_attention_heads, model.num_kv_heads))
     yield TensorRule("embedding.tokens.weight", ("model.embed_tokens.weight",))
     for n in range(model.num_layers):
         ours, theirs = f"layers.{n}", f"model.layers.{n}"
         attention = f"{theirs}.self_attn"
-        yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=False)
+        yield from norm_tensors(model, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
         yield from concatenated_tensors(
             f"{ours}.attention.qkv",
             [f"{attention}.{name}_proj" for name in "qkv"],
@@ -138,25 +147,16 @@ def llama_tensors(model: ModelConfig, experts: ExpertNames | None = None) -> Ite
             yield from same_tensors(f"{ours}.attention.q_norm", f"{attention}.q_norm", bias=False)
             yield from same_tensors(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
         yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.attention_bias)
-        yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
+        yield from norm_tensors(model, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
         if experts is None or not model.expert_layers[n]:
-            yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=model.mlp_bias)
-            continue
-        yield from expert_tensors(model, experts, ours=ours, theirs=theirs)
-        if (shared := model.moe_shared_expert_intermediate_size) is not None:
-            yield from gated_mlp_tensors(f"{ours}.mlp.shared", f"{theirs}.mlp.shared_expert", shared, bias=False)
-            yield TensorRule(f"{ours}.mlp.shared_gate.weight", (f"{theirs}.mlp.shared_expert_gate.weight",))
-    yield from same_tensors("final_norm", "model.norm", bias=False)
+            yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.{dense}", model.ffn_size, bias=model.mlp_bias)
+        else:
+            yield from experts(model, ours, theirs)
+    yield from norm_tensors(model, "final_norm", "model.norm")
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
-
-
-def gated_mlp_tensors(ours: str, theirs: str, size: int, *, bias: bool) -> Iterator[TensorRule]:
-    """Rules of a gated MLP, whose gate and up-projection are one tensor here."""
-    yield from concatenated_tensors(
-        f"{ours}.fc1", [f"{theirs}.gate_proj", f"{theirs}.up_proj"], (size, size), bias=bias
-    )
-    yield from same_tensors(f"{ours}.fc2", f"{theirs}.down_proj", bias=bias)
+    if model.add_output_bias:
+        yield TensorRule("head.bias", ("lm_head.bias",))
 
 
 LLAMA_TENSORS = FamilyTensors("model", llama_tensors)
@@ -165,4 +165,4 @@ LLAMA = ModelFamily("LlamaForCausalLM", ROWS, LLAMA_DEFAULTS, {}, read_llama, wr
 
 def llama_tensors_with(experts: ExpertNames) -> FamilyTensors:
     """Tensors of a descendant of Llama with experts of these names."""
-    return FamilyTensors("model", partial(llama_tensors, experts=experts), experts)
+    return FamilyTensors("model", partial(llama_tensors, experts=partial(expert_tensors, names=experts)), experts)

@@ -34,7 +34,7 @@ def fp8_blocks(config: ConfigJson) -> Blocks | None:
     if settings is None:
         return None
     is_fp8 = isinstance(settings, dict) and settings.get("quant_method") == "fp8"
-    if not is_fp8 or settings.get("fmt", "e4m3") != "e4m3":
+    if not is_fp8 or settings.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         config.refuse(
             QUANTISED, "says that the weights are quantized other than in fp8", remedy="take the unquantized model"
         )

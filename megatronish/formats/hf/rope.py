@@ -12,7 +12,16 @@ from megatronish.formats.hf.window import FULL, SLIDING
 
 ORIGINAL = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
-KEYS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL, PARTIAL, "rotary_pct", "rotary_emb_base")
+KEYS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    ORIGINAL,
+    PARTIAL,
+    "rotary_dim",
+    "rotary_pct",
+    "rotary_emb_base",
+)
 BASE = 10000.0
 LONGROPE = {"short_factor": "rope_short_factor", "long_factor": "rope_long_factor"}
 """Keys of LongRoPE's factors, and their fields."""

@@ -24,10 +24,10 @@ _SMOLLM3 = LLAMA_DEFAULTS | {
 }
 
 
-def _rotated(config: ConfigJson) -> tuple[bool, ...]:
+def rotated_layers(config: ConfigJson) -> tuple[bool, ...]:
     """Whether each layer has RoPE: in no_rope_layers 1 says that it has."""
     num_layers, marks = config.whole("num_hidden_layers"), config.values["no_rope_layers"]
-    if marks is None:
+    if marks is None or marks == []:
         every = config.whole("no_rope_layer_interval")
         return tuple((layer + 1) % every != 0 for layer in range(num_layers))
     if not isinstance(marks, list) or len(marks) != num_layers or any(mark not in (0, 1) for mark in marks):
@@ -39,7 +39,7 @@ def _read_smollm3(config: ConfigJson) -> dict[str, Any]:
     config.must_be("use_sliding_window", None, False, why="is not supported in this family")
     if all_layers_slide(config):
         config.refuse("layer_types", "gives layers a window, which this family does not have here")
-    rotated = _rotated(config)
+    rotated = rotated_layers(config)
     pattern = None if all(rotated) else canonical(tuple(not each for each in rotated))
     return {**read_llama(config), "no_rope_freq": pattern}
 

@@ -160,7 +160,7 @@ def _with_one(load: Path, copy: str, name: str, tensors: dict[str, LazyTensor]) 
 
 
 _PACKED = re.compile(r"(.*layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)")
-_ROUTER = re.compile(r"(.*layers\.\d+\.)mlp\.gate\.weight")
+_ROUTER = re.compile(r"(.*layers\.\d+\.)mlp\.(?:(?:gate|router)\.weight|(e_score_correction_bias))")
 
 
 def published(tensors: Mapping[str, LazyTensor], names: ExpertNames) -> dict[str, LazyTensor]:
@@ -171,7 +171,7 @@ def published(tensors: Mapping[str, LazyTensor], names: ExpertNames) -> dict[str
         if match := _PACKED.fullmatch(name):
             renamed = _unpacked(name, tensor, f"{match[1]}{names.part}.experts", names)
         elif (match := _ROUTER.fullmatch(name)) and names.part != "mlp":
-            renamed = {f"{match[1]}{names.part}.gate.weight": tensor}
+            renamed = {f"{match[1]}{names.part}.{match[2] or 'gate.weight'}": tensor}
         for other, each in renamed.items():
             if other in unpacked or (other != name and other in tensors):
                 raise UserError(f"{name} is {other} in another form, and both are there; remove the wrong one")

@@ -113,6 +113,10 @@ def without_counterpart(model: ModelConfig) -> str | None:
     )
     if model.linear_bias:
         return "experts without biases in a model with biases"
+    if model.moe_router_score_function == "sparsemixer":
+        return "moe_router_score_function=sparsemixer"
+    if model.moe_apply_probs_on_input:
+        return "moe_apply_probs_on_input"
     if model.moe_expert_capacity_factor is not None:
         return "moe_expert_capacity_factor (a limit for each sequence; it has one for each micro-batch)"
     if after_choice and model.moe_router_topk == 1:

@@ -31,7 +31,10 @@ PREFIX = "base_model.model."
 
 
 class Module(NamedTuple):
-    """Linear module of transformers, and our layer and sections that it is. `experts` is how many it holds packed."""
+    """Linear module of transformers, and our layer and sections that it is. `experts` is how many it holds packed.
+
+    Where they are `turned` there, [E, in, out], PEFT takes inputs for outputs: A and B change places.
+    """
 
     name: str  # model.layers.0.self_attn.q_proj
     layer: str  # layers.0.attention.qkv
@@ -40,6 +43,7 @@ class Module(NamedTuple):
     rows: TensorRule | None = None  # of a module that is several sections: its rows as ours, and back
     experts: int = 0
     parameter: str = ""  # of packed experts: gate_up_proj
+    turned: bool = False
 
     @property
     def key(self) -> str:
@@ -67,18 +71,27 @@ def modules_of(description: Description) -> Iterator[Module]:
         theirs = [name.removesuffix(".weight") for name in rule.theirs]
         # Row 0 of a stack of experts stands for all of them (`rule.row` skipped the others): they are one parameter in
         # transformers 5.
-        if rule.row == 0:
-            packed = theirs[0].rpartition(".0.")[0]  # ...mlp.experts, as transformers 5 keeps them for all families
+        if rule.row == 0 or rule.by_row:
+            packed = theirs[0].rpartition(".0.")[0]  # ...mlp.experts, as transformers 5 keeps them for most families
             packed = packed.replace("block_sparse_moe", "mlp")
+            if rule.by_row:  # published as they are packed, perhaps under another name than there
+                packed = f"{theirs[0].rpartition('.')[0].removesuffix('.experts')}.experts"
             parameter = "down_proj" if sections == ("down",) else "gate_up_proj"
-            yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter)
+            turned = rule.by_row and _turns(rule, len(sections))
+            yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter, turned)
         # Each section is a module of its own there (q_proj, k_proj, v_proj).
         elif len(theirs) == len(sections):
             for name, section, size in zip(theirs, sections, sizes, strict=True):
                 yield Module(name, layer, (section,), (size,))
         else:
-            # The rule of the bias orders rows, and does not transpose; nor does one of a family without biases.
+            # The rule of the bias orders rows, and does not transpose; without biases that of the weight does neither.
             yield Module(theirs[0], layer, sections, sizes, biases.get(layer, rule))
+
+
+def _turns(rule: TensorRule, num_sections: int) -> bool:
+    """Whether the rule of packed experts of so many sections has inputs before outputs there."""
+    shape = (1, 5, 3) if num_sections == 1 else (1, num_sections, 5, 3)
+    return rule.split(torch.empty(shape, device="meta"))[0].shape[-1] != shape[-1]
 
 
 def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
@@ -98,6 +111,8 @@ def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank
             b[..., row : row + size, column : column + rank] = parts[name]["B"]
         row += size
     # PEFT has the experts' ranks side by side, in another order for A than for B.
+    if module.turned:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
     if module.experts:  # [E, r, in] -> [E r, in]; [E, out, r] -> [out, r E]
         a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2)
     elif module.rows is not None:
@@ -137,6 +152,8 @@ def our_parts(
     if module.experts:
         a = a.unflatten(0, (module.experts, -1))  # [E r, in] -> [E, r, in]
         b = b.unflatten(1, (-1, module.experts)).permute(2, 0, 1)  # [out, r E] -> [E, out, r]
+        if module.turned:
+            a, b = b.transpose(1, 2), a.transpose(1, 2)
     elif module.rows is not None:
         b = module.rows.join([b])
     # Before any split: an adapter of another model would fail in one, without a sentence.
