@@ -49,6 +49,8 @@ OTHERS: list[dict[str, Any]] = [
     {"model_type": "t5", "position_embedding_type": "relative", "dataset_type": "chat", "vocab_extra_ids": 9},
     {"packing": "best-fit"},
     {"multi_latent_attention": True},
+    {"mtp_num_layers": 1},
+    {"mtp_num_layers": 1, "position_embedding_type": "rope", "objective": "dpo"},
     {"multi_latent_attention": True, "position_embedding_type": "rope", "rope_mscale": 2.0},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},
 ]
