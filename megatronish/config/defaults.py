@@ -183,7 +183,7 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
     notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
-    notes += _idle_experts(config) + _idle_attention(config.model)
+    notes += _idle_experts(config) + _idle_model(config.model)
     if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
         config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     # 4. Made-up tokens stand in for all files; the vocabulary remains, as the model's size depends on it.
@@ -281,6 +281,11 @@ def _idle_experts(config: Config) -> list[str]:
     return [f"{', '.join(given)}: idle, as --num-experts is not given"] if given else []
 
 
+def _idle_model(model: ModelConfig) -> list[str]:
+    """Notes about other options of the model that it does not read."""
+    return _idle_pattern(model) + _idle_latent(model) + _idle_temperature(model) + _idle_prediction(model)
+
+
 def _idle_pattern(model: ModelConfig) -> list[str]:
     """Note about options of block-sparse attention that this pattern, or none, does not read."""
     idle = [name for name in READ_BY["bigbird"] if name not in READ_BY[model.attention_pattern]]
@@ -300,17 +305,20 @@ def _idle_latent(model: ModelConfig) -> list[str]:
     return [f"{', '.join(given)}: idle, as --multi-latent-attention is not given"] if given else []
 
 
-def _idle_attention(model: ModelConfig) -> list[str]:
-    """Notes about settings of attention that this kind of it does not read."""
-    return _idle_pattern(model) + _idle_latent(model) + _idle_temperature(model)
-
-
 def _idle_temperature(model: ModelConfig) -> list[str]:
     """Note about a floor of a temperature that is not there."""
     name = "attn_temperature_floor"
     if model.attn_temperature_scale is not None or getattr(model, name) == FIELDS[name].default:
         return []
     return [f"{name}={getattr(model, name)}: idle, as --attn-temperature-scale is not given"]
+
+
+def _idle_prediction(model: ModelConfig) -> list[str]:
+    """Note about the weight of losses that the model does not have."""
+    name = "mtp_loss_scaling_factor"
+    if model.num_depths or (value := getattr(model, name)) == FIELDS[name].default:
+        return []
+    return [f"{name}={value}: idle, as --mtp-num-layers is not given"]
 
 
 def _idle_router(model: ModelConfig) -> list[str]:

@@ -85,7 +85,7 @@ class Balancing:
         """Shapes of the sums of a step by name, the same on every rank, whatever layers it holds."""
         if not self.layers:
             return {}
-        num_layers, num_experts = self.config.num_layers, self.config.num_experts
+        num_layers, num_experts = self.config.num_all_layers, self.config.num_experts
         assert num_experts is not None
         dropped = [] if self.config.moe_expert_capacity_factor is None else [DROPPED]
         names = (*self.losses, *dropped, NOT_FINITE)

@@ -24,6 +24,7 @@ from torch import nn
 
 from megatronish.config.config import Config
 from megatronish.config.sections.finetuning import AdapterConfig, PreferenceConfig
+from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.engine.engine import Engine
@@ -37,8 +38,9 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.compiled import compile_layers, why_not_compiled
 from megatronish.model.gpt import Execution, MakeBlock
 from megatronish.model.quantised import form_of, quantise_base
+from megatronish.objectives.ahead import MultiTokenPrediction
 from megatronish.objectives.masked import SentenceObjective
-from megatronish.objectives.objective import CausalLM
+from megatronish.objectives.objective import CausalLM, LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.table import objective_of
 from megatronish.optim.loss_scale import LossSpikes, loss_scale_of
@@ -108,7 +110,7 @@ def build_engine(
     """
     assert config.layout == mesh.layout, "the mesh is not that of the config"
     model, training = config.model, config.training
-    objective = objective or objective_of(config)
+    objective = with_depths(objective or objective_of(config), model)
     settings = DataParallelSettings.of(config.parallel, DTYPES[training.precision])
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
     # Parameters have no memory until they lie where they stay, a bucket after the other, in the precision in which they
@@ -150,6 +152,15 @@ def build_engine(
     if isinstance(objective, SentenceObjective):
         engine.preparation = SentencePreparation(mesh)
     return engine
+
+
+def with_depths(objective: AnyObjective, model: ModelConfig) -> AnyObjective:
+    """The objective with the losses of the layers of multi-token prediction that a model has."""
+    if model.num_depths == 0:
+        return objective
+    others = LogitsObjective | PairObjective | SentenceObjective
+    assert not isinstance(objective, others), "multi-token prediction is for losses of tokens"
+    return MultiTokenPrediction(objective, num_depths=model.num_depths, factor=model.mtp_loss_scaling_factor)
 
 
 def place_on(model: nn.Module, device: torch.device) -> None:

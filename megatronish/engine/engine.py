@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatronish.engine.balancing import Balancing
-from megatronish.engine.forward import Preparation, on_rank, weight_of
+from megatronish.engine.forward import Preparation, on_rank, weight_of, with_factors
 from megatronish.engine.results import GradientArrivals, StepResult, Totals, UpdateRule, Votes, no_votes, reduce_sums
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, metrics_of
@@ -101,7 +101,7 @@ class Engine:
         """
         mesh, names, shapes = self.mesh, self.objective.names, self.balancing.shapes
         weight, scale = weight_of(micro_batches, self.objective, mesh), self.rule.loss_scale.scale
-        local = self._local(micro_batches)
+        local = with_factors(self._local(micro_batches, num_depths=self.stage.model.config.num_depths), mesh)
         self.data_parallel.zero()
         num_sequences = mesh.dp.size * sum(len(batch.tokens) for batch in micro_batches)
         with self.balancing.of_step(num_sequences, seq_length=micro_batches[0].tokens.shape[1], loss_scale=scale):
@@ -142,9 +142,9 @@ class Engine:
         totals = reduce_sums(sums, {}, weight=weight, objective=self.objective.names, model={}, mesh=self.mesh)
         return Totals(totals.objective, totals.weight)
 
-    def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _local(self, micro_batches: Sequence[MicroBatch], *, num_depths: int = 0) -> list[MicroBatch]:
         """What this cp rank holds of whole sequences, prepared for the objective."""
-        return (self.preparation or list)(on_rank(micro_batches, self.mesh))
+        return (self.preparation or list)(on_rank(micro_batches, self.mesh, num_depths=num_depths))
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

@@ -17,10 +17,11 @@ from torch import Tensor
 from megatronish.attention.zigzag import places_on
 from megatronish.layers.linear import adapters_off
 from megatronish.layers.vocabulary import VocabParallelLogits
-from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
+from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers, TokensAhead
 from megatronish.model.bert import Bert
 from megatronish.model.gpt import GPT
 from megatronish.model.routing import Tally
+from megatronish.objectives.ahead import MultiTokenPrediction
 from megatronish.objectives.masked import SentenceObjective
 from megatronish.objectives.objective import LOSS, LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective, counted_once, pair_scores
@@ -44,6 +45,7 @@ def run_chunk(
     if not model.chunks[chunk].is_last:
         y = model(x, batch, step=step, chunk=chunk, tally=tally)
         return ChunkOutput(y, _counted(tally, model))
+    total: Tensor | None = None  # what backward starts from, where it is not the loss alone
     if isinstance(objective, LogitsObjective):
         logits = model.logits(model.hidden(x, batch, step=step, chunk=chunk, tally=tally))
         sums = objective.sums_of_logits(VocabParallelLogits(logits, model.vocab_size, model.tp.axis), batch)
@@ -53,9 +55,12 @@ def run_chunk(
     elif isinstance(objective, SentenceObjective):
         assert isinstance(model, Bert), "only BERT has losses of sentences"
         sums = objective.sums_of_both(model(x, batch, step=step, chunk=chunk, tally=tally), batch)
+    elif isinstance(objective, MultiTokenPrediction) and batch.ahead is not None:
+        total, sums = objective.sums_ahead(model(x, batch, step=step, chunk=chunk, tally=tally), batch)
     else:
         sums = objective.sums(model(x, batch, step=step, chunk=chunk, tally=tally), batch)
-    return ChunkOutput(sums[LOSS], {name: value.detach() for name, value in sums.items()} | _counted(tally, model))
+    detached = {name: value.detach() for name, value in sums.items()}
+    return ChunkOutput(sums[LOSS] if total is None else total, detached | _counted(tally, model))
 
 
 def score_chunk(model: GPT, chunk: int, x: torch.Tensor | None, batch: MicroBatch, *, step: int | None) -> ChunkOutput:
@@ -68,7 +73,7 @@ def score_chunk(model: GPT, chunk: int, x: torch.Tensor | None, batch: MicroBatc
 
 def _counted(tally: Tally | None, model: GPT) -> dict[str, torch.Tensor]:
     """What the routers of a forward have counted, a row for each layer of the model."""
-    return {} if tally is None else tally.stacked(model.config.num_layers)
+    return {} if tally is None else tally.stacked(model.config.num_all_layers)
 
 
 Preparation = Callable[[Sequence[MicroBatch]], list[MicroBatch]]
@@ -147,6 +152,27 @@ class SentencePreparation:
         return [batch.with_sentences(replace(pairs, tokens_a_pair=masked / total)) for batch, pairs in paired_batches]
 
 
+def with_factors(batches: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]:
+    """The micro-batches of a step with the factors of its depths. Numbers are counted and summed on the CPU.
+
+    Without multi-token prediction they are as they are, and nothing is sent.
+    """
+    counts = [batch.ahead.counts for batch in batches if batch.ahead is not None]
+    if not counts:
+        return list(batches)
+    main, *depths = comm.all_reduce(torch.tensor(counts).sum(0), mesh.dp).tolist()
+    factors = torch.tensor([main / max(number, 1) for number in depths], dtype=torch.float32)
+    return [
+        batch.with_ahead(replace(_ahead(batch), factors=factors.to(batch.tokens.device, non_blocking=True)))
+        for batch in batches
+    ]
+
+
+def _ahead(batch: MicroBatch) -> TokensAhead:
+    assert batch.ahead is not None, "all micro-batches of a step have tokens ahead, or none"
+    return batch.ahead
+
+
 def _pairs(batch: MicroBatch) -> CompletionPairs:
     assert batch.pairs is not None, "the batch has no pairs of completions"
     return batch.pairs
@@ -161,9 +187,11 @@ def _zeros(batch: MicroBatch) -> Tensor:
     return torch.zeros(len(_pairs(batch).labels), 2, device=batch.tokens.device)
 
 
-def on_rank(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]:
-    """What this cp rank holds of whole sequences, on its device."""
+def on_rank(micro_batches: Sequence[MicroBatch], mesh: Mesh, *, num_depths: int = 0) -> list[MicroBatch]:
+    """What this cp rank holds of whole sequences, on its device; for so many layers of multi-token prediction."""
     batches = list(micro_batches)
+    if num_depths:
+        batches = [batch.with_ahead(TokensAhead.of(batch, num_depths)) for batch in batches]
     if mesh.cp.size > 1:
         batches = [batch.at(places_on(batch.sides, mesh.cp)) for batch in batches]
     return [batch.to(mesh.device) for batch in batches]

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from megatronish.core.errors import UserError
 from megatronish.core.files import ordinary
+from megatronish.formats import stored_names
 from megatronish.formats.weights import LazyTensor
 
-FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # what the format's own library allows
+FILE, INDEX = stored_names.FILE, stored_names.INDEX
 MOST_TENSORS = 250_000  # in a file; the largest public models have 100,000 in all of theirs
 ALIGNMENT = 8
 
@@ -130,7 +129,7 @@ def _read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any
     """Header of a file of `size` bytes, and the offset at which the tensors begin."""
     # The length is checked before so many bytes are read: a damaged one may be as large as 2^64.
     length = int.from_bytes(stream.read(8), "little")
-    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+    if size < 8 or length > min(size - 8, stored_names.MAX_HEADER_BYTES):
         raise _damaged(path, f"its {size} bytes are too few for its header of {length}")
     try:
         header = json.loads(stream.read(length), object_pairs_hook=_without_repetition)

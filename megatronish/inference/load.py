@@ -136,8 +136,9 @@ def find_trained(
 ) -> SavedModel:
     """The checkpoint in a run folder, a checkpoints folder or one step's folder, or a Hugging Face folder or org/name.
 
-    UserError if there is none, and for a model that writes no text. `step` None takes the newest. `tokenizer` is a file
-    or folder to use instead of the model's own. `adapters` are folders of PEFT, or of runs with adapters, by name.
+    It is without its layers of multi-token prediction, which training alone runs. UserError if there is none, and for a
+    model that writes no text. `step` None takes the newest. `tokenizer` is a file or folder to use instead of the
+    model's own. `adapters` are folders of PEFT, or of runs with adapters, by name.
     """
     load = local_model(load, flag="--load")
     checkpoint = find_checkpoint(load, step=step) if load.is_dir() else None
@@ -152,6 +153,9 @@ def find_trained(
     else:
         raise UserError(f"{load} holds no checkpoint; name a run folder, its checkpoints folder or one step's folder")
     _refuse_encoder(saved_model)
+    description = saved_model.description
+    model = replace(description.model, mtp_num_layers=None)
+    saved_model = saved_model._replace(description=replace(description, model=model))
     return saved_model if tokenizer is None else saved_model.with_tokenizer(local_tokenizer(tokenizer))
 
 

@@ -18,8 +18,8 @@ from megatronish.parallel.sharding import Cut, Init, Sharding
 class VocabParallelEmbedding(AddsInPlace):
     """Token embedding, [B, S] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
 
-    Each rank holds padded_vocab_size / tp rows of the table. `tied`: the output layer multiplies by the same table.
-    With `sum_of` the backward adds to the sum of gradients itself.
+    Each rank holds padded_vocab_size / tp rows of the table. `tied`: the stage that ends the model has the same
+    table, to multiply by or to look up in. With `sum_of` the backward adds to the sum of gradients itself.
     """
 
     def __init__(

@@ -63,6 +63,70 @@ class SentencePairs:
 
 
 @dataclass(frozen=True)
+class TokensAhead:
+    """What the layers of multi-token prediction read: for depth d the row that is d places later. Shapes [M, B, S].
+
+    They are shifted in whole rows, before any cut, so that no rank needs what another one holds. `counts` are those of
+    whole rows, too: predictions of the main loss, then of each depth. `factors` [M] are numbers of the step, filled in
+    before the forward (engine/forward.py): predictions of the main loss for each prediction of a depth.
+    """
+
+    tokens: Tensor  # int64, token i + d
+    labels: Tensor  # int64, label i + d
+    loss_mask: Tensor  # bool, True where the prediction counts
+    counts: tuple[int, ...]
+    factors: Tensor | None = None  # fp32 [M]
+
+    @classmethod
+    def of(cls, batch: "MicroBatch", num_depths: int) -> "TokensAhead":
+        """Those of a micro-batch of whole rows.
+
+        A prediction counts where the main loss counts its label, and where position and label are of one document: by
+        `document_ids`, or by positions that begin again.
+        """
+        length, depths = batch.tokens.shape[1], range(1, num_depths + 1)
+        positions, documents = batch.position_ids, batch.document_ids
+        masks = []
+        for depth in depths:
+            is_inside = _later(batch.loss_mask, depth) & (_later(positions, depth) == positions + depth)
+            if documents is not None:
+                is_inside &= _later(documents, depth) == documents
+            is_inside[:, max(length - depth, 0) :] = False
+            masks.append(is_inside)
+        counts = (batch.num_loss_tokens, *(int(mask.sum()) for mask in masks))
+        tokens, labels = (torch.stack([_later(row, d) for d in depths]) for row in (batch.tokens, batch.labels))
+        ahead = cls(tokens, labels, torch.stack(masks), counts)
+        return ahead.copied(Tensor.pin_memory) if batch.tokens.is_pinned() else ahead
+
+    def at(self, places: Tensor) -> "TokensAhead":
+        """Those of a cp rank that holds these places [s] of the sequence."""
+        return self._with(lambda tensor: tensor[..., places])
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> "TokensAhead":
+        """A copy of every tensor."""
+        copied = self._with(copy)
+        return copied if self.factors is None else replace(copied, factors=copy(self.factors))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors, without factors as long as they are not known."""
+        rows = [self.tokens, self.labels, self.loss_mask]
+        return rows if self.factors is None else [*rows, self.factors]
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "TokensAhead":
+        rows = (self.tokens, self.labels, self.loss_mask)
+        tokens, labels, loss_mask = map(change, rows)
+        return replace(self, tokens=tokens, labels=labels, loss_mask=loss_mask)
+
+
+def _later(rows: Tensor, depth: int) -> Tensor:
+    """[B, S] -> [B, S]: of each place what is `depth` places later; zeros at the end."""
+    shifted = torch.zeros_like(rows)
+    shifted[:, : max(rows.shape[1] - depth, 0)] = rows[:, depth:]
+    return shifted
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Samples of one forward pass. Shapes are [B, S]; B samples of S tokens.
 
@@ -91,6 +155,8 @@ class MicroBatch:
     """Of objectives that compare completions; `with_pairs` gives a micro-batch its own."""
     sentences: SentencePairs | None = field(default=None, init=False)
     """Of BERT; `with_sentences` gives a micro-batch its own."""
+    ahead: TokensAhead | None = field(default=None, init=False)
+    """Of multi-token prediction, in training; `with_ahead` gives a micro-batch its own."""
 
     text_lengths: Tensor | None = field(default=None, init=False)
     """int64 [B]: tokens of each text so far, where rows are not whole texts; `with_text_lengths` says them."""
@@ -123,6 +189,8 @@ class MicroBatch:
             part = part.with_pairs(replace(self.pairs, of_labels=cut(self.pairs.of_labels)))
         if self.sentences is not None:
             part = part.with_sentences(replace(self.sentences, token_types=cut(self.sentences.token_types)))
+        if self.ahead is not None:
+            part = part.with_ahead(self.ahead.at(places))
         return part.pinned() if self.tokens.is_pinned() else part
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -167,6 +235,12 @@ class MicroBatch:
         object.__setattr__(batch, "sentences", sentences)
         return batch
 
+    def with_ahead(self, ahead: TokensAhead) -> "MicroBatch":
+        """The same micro-batch with these tokens of multi-token prediction."""
+        batch = self._copied(lambda tensor: tensor)
+        object.__setattr__(batch, "ahead", ahead)
+        return batch
+
     @property
     def sides(self) -> tuple[int, ...]:
         """Lengths of what a row consists of: encoder and decoder, or the sequence alone."""
@@ -187,12 +261,14 @@ class MicroBatch:
         tensors = [self.tokens, self.labels, self.loss_mask, self.position_ids, self.sample_ids, self.document_ids]
         if self.sentences is not None:
             tensors += [self.sentences.token_types, self.sentences.is_swapped]
+        if self.ahead is not None:
+            tensors += self.ahead.tensors
         return [tensor for tensor in tensors if tensor is not None]
 
     def _copied(self, copy: Callable[[Tensor], Tensor]) -> Self:
         batch = object.__new__(type(self))  # not made by `replace`, which would count again
         for name, value in vars(self).items():
-            if isinstance(value, CompletionPairs | SentencePairs):
+            if isinstance(value, CompletionPairs | SentencePairs | TokensAhead):
                 value = value.copied(copy)
             object.__setattr__(batch, name, copy(value) if isinstance(value, Tensor) else value)
         return batch

@@ -15,6 +15,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,16 +101,17 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
             layer.forward = partial(_run, compiled, layer)  # type: ignore[method-assign]
 
 
-def _forward(layer: TransformerBlock, x: Tensor, context: Context) -> Tensor:
-    return TransformerBlock.forward(layer, x, context)
+def _forward(layer: TransformerBlock, *inputs: Any) -> Tensor:
+    return type(layer).forward(layer, *inputs)
 
 
-def _run(compiled: Callable[..., Tensor], layer: TransformerBlock, x: Tensor, context: Context) -> Tensor:
-    """A layer's forward; in generation, whose shapes change with every token, as it is."""
+def _run(compiled: Callable[..., Tensor], layer: TransformerBlock, x: Tensor, *others: Any) -> Tensor:
+    """A layer's forward, whose last input is the context; in generation, of changing shapes, as it is."""
+    context: Context = others[-1]
     if context.cache is not None:
-        return _forward(layer, x, context)
+        return _forward(layer, x, *others)
     _make_mask(layer.attention, context, x)
-    return compiled(layer, x, context)
+    return compiled(layer, x, *others)
 
 
 def _make_mask(attention: Attention | LatentAttention, context: Context, x: Tensor) -> None:

@@ -23,7 +23,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.layers.dropout import Dropout
-from megatronish.layers.linear import deferrable_weights
+from megatronish.layers.linear import WholeLinear, deferrable_weights
 from megatronish.layers.norm import Norm, residual_norm
 from megatronish.layers.recompute import HasParts, Recompute, recompute, recompute_module, recompute_parts, restoring
 from megatronish.layers.router import Balance, Router
@@ -173,6 +173,28 @@ def restoring_norm(block: HasParts, normalised: Tensor, norm: Norm | None, x: Te
     return restoring((normalised,), lambda: (norm(x),))
 
 
+class PredictionBlock(TransformerBlock):
+    """Layer of multi-token prediction: a layer over D features of a hidden state and of the embedding of a later token.
+
+    [S, B, D] twice -> [S, B, D] (sequence parallel: [S/tp, B, D]): both have been normalised, and so is what comes out.
+    """
+
+    def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
+        super().__init__(config, layer=layer, tp=tp, core=core)
+        hidden, std = config.hidden_size, config.init_method_std
+        self.projection = WholeLinear(
+            2 * hidden, hidden, tp=tp, init_std=std, bias=False, role="matrix", section="projection"
+        )
+        self.embedding_norm = residual_norm(config, tp=tp)
+        self.hidden_norm = residual_norm(config, tp=tp)
+        self.final_norm = residual_norm(config, tp=tp)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, context: Context) -> Tensor:  # type: ignore[override]
+        """norm(layer(W [norm(embedded) ; norm(hidden)]))."""
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
+        return self.final_norm(super().forward(self.projection(both, drop=context), context))
+
+
 BLOCKS: dict[str, Callable[..., nn.Module]] = {"transformer": TransformerBlock}
 """The blocks of --block, each a `MakeBlock`; `LAYERS` of specs/layers.py has their specs, under the same names."""
 
@@ -228,10 +250,7 @@ class Embedding(nn.Module):
 
     def forward(self, context: Context) -> Tensor:
         """Embeddings of the micro-batch's tokens, with dropout."""
-        x, config = self.tokens(context.batch.tokens), self.config
-        if config.embedding_multiplier != 1.0:
-            # As a tensor, and not as a number of Python: Gemma has learned with the factor rounded to the dtype.
-            x = x * torch.full((), config.embedding_multiplier, dtype=x.dtype, device=x.device)
+        x, config = self.words(context.batch.tokens), self.config
         if self.norm is not None:
             x = self.norm(x)
         if self.positions is not None:
@@ -239,9 +258,18 @@ class Embedding(nn.Module):
             x = x + self.positions(ids + config.position_offset if config.position_offset else ids)
         return context.drop(x, site="embedding", rate=self.config.hidden_dropout)
 
+    def words(self, tokens: Tensor) -> Tensor:
+        """Rows of tokens [B, S] from the table of words, times the factor that the model has."""
+        x, factor = self.tokens(tokens), self.config.embedding_multiplier
+        # As a tensor, and not as a number of Python: Gemma has learned with the factor rounded to the dtype.
+        return x if factor == 1.0 else x * torch.full((), factor, dtype=x.dtype, device=x.device)
+
 
 class ModelChunk(NamedTuple):
-    """Consecutive layers; with the embedding if they start the model, with the output layer if they end it."""
+    """Consecutive layers; with the embedding if they start the model, with the output layer if they end it.
+
+    The last ones are followed by those of multi-token prediction.
+    """
 
     layers: Sequence[int]
     is_first: bool
@@ -278,22 +306,28 @@ class GPT(nn.Module):
         self.tp, self.execution = tp or TensorParallel(), execution or Execution()
         self.balance: Balance | None = None  # of the step at work: engine/balancing.py sets it
         self.record: RankRecord | None = None  # of this rank, which is shown the layer at work: engine/build.py sets it
-        self.chunks = chunks or (ModelChunk(range(config.num_layers), True, True),)
+        self.chunks = chunks or (ModelChunk(range(config.num_all_layers), True, True),)
         self.is_first, self.is_last = (any(ends) for ends in zip(*(chunk[1:] for chunk in self.chunks), strict=True))
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
         self.masks = Masks(is_causal=config.is_causal)
         self.adapter_sites: tuple[str, ...] = ()  # at which adapters drop their inputs: adapters.py adds them
         self._make_shared()
-        if self.is_first or (self.is_last and config.tied):
+        if self.is_first or (self.is_last and config.embeds_at_end):
             self.embedding = self._make_embedding(num_positions)
         core = self.execution.core_attention()
-        make_layer = make_block or self._make_block()
+        make_layer: MakeBlock = make_block or self._make_block()
         self.layers = nn.ModuleDict(
-            {str(n): make_layer(config, layer=n, tp=self.tp, core=core) for chunk in self.chunks for n in chunk.layers}
+            {
+                str(n): (make_layer if n < config.num_layers else PredictionBlock)(
+                    config, layer=n, tp=self.tp, core=core
+                )
+                for chunk in self.chunks
+                for n in chunk.layers
+            }
         )
         recompute_parts(self, self.execution.recompute.parts)
         groups = self.execution.recompute.groups
-        self.layer_groups = [groups([str(n) for n in chunk.layers]) for chunk in self.chunks]
+        self.layer_groups = [groups([str(n) for n in chunk.layers if n < config.num_layers]) for chunk in self.chunks]
         if self.is_last:
             self._make_end()
 
@@ -310,11 +344,11 @@ class GPT(nn.Module):
         self.head = self._make_output_layer(bias=self.config.add_output_bias)
 
     def _make_embedding(self, num_positions: int) -> Embedding:
-        """Input embedding; on a stage that only ends the model, its tied weight alone."""
+        """Input embedding; on a stage that only ends the model, the table of words alone."""
         config, tp, std = self.config, self.tp, self.config.init_method_std
         padded = config.padded_vocab_size(self.vocab_size, tp.size)
         tokens = VocabParallelEmbedding(
-            self.vocab_size, padded, config.hidden_size, tp=tp, init_std=std, tied=config.tied
+            self.vocab_size, padded, config.hidden_size, tp=tp, init_std=std, tied=config.embeds_at_end
         )
         positions = None
         if self.is_first and config.position_embedding_type == "learned_absolute":
@@ -347,15 +381,47 @@ class GPT(nn.Module):
         """x [S, B, D] from the chunk before (None for the first) -> [S, B, D], or token losses [S/cp, B] of the last.
 
         Losses are in fp32, one for each position, whether it counts or not (`batch.loss_mask`). They are the same on
-        all ranks of tp. `step` None means evaluation. Under sequence parallelism x is [S/tp, B, D].
+        all ranks of tp. `step` None means evaluation. Under sequence parallelism x is [S/tp, B, D]. Of a
+        micro-batch with tokens ahead it is [1 + M, S/cp, B]: the losses of multi-token prediction follow.
         """
-        x = self.hidden(x, batch, step=step, chunk=chunk, tally=tally)
-        return self.losses(x, batch) if self.chunks[chunk].is_last else x
+        context, dropout = self._begin(batch, step=step, chunk=chunk, tally=tally)
+        x = self._through_chunk(x, context, dropout, chunk)
+        if not self.chunks[chunk].is_last:
+            return x
+        return self.losses(x, batch) if batch.ahead is None else self._losses_ahead(x, context, dropout)
 
     def losses(self, x: Tensor, batch: MicroBatch) -> Tensor:
         """[S, B, D] from the last layer -> token losses [S/cp, B]."""
-        labels = batch.labels.t().contiguous()
-        return vocab_parallel_cross_entropy(self.logits(x), labels, vocab_size=self.vocab_size, tp=self.tp.axis)
+        return self._losses_of(self.logits(x), batch.labels)
+
+    def _losses_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """[S, B, V/tp], [B, S] -> [S, B]."""
+        return vocab_parallel_cross_entropy(
+            logits, labels.t().contiguous(), vocab_size=self.vocab_size, tp=self.tp.axis
+        )
+
+    def _losses_ahead(self, x: Tensor, context: Context, dropout: Dropout | None) -> Tensor:
+        """[S, B, D] from the last layer -> [1 + M, S/cp, B]: its losses, and those of multi-token prediction.
+
+        The first layer of this reads what the output layer reads, each other one what the one before has made of it.
+        All are one tensor, whose gradient arrives at once: torch's `fully_shard` gathers for each that it sees arrive.
+        """
+        batch, config, how = context.batch, self.config, self.execution.recompute
+        assert batch.ahead is not None, "the micro-batch has no tokens ahead"
+        x = self.final_norm(x)
+        losses = [self._losses_of(self._output(x), batch.labels)]
+        layers = [str(number) for number in range(config.num_layers, config.num_all_layers)]
+        for layer, tokens, labels in zip(layers, batch.ahead.tokens, batch.ahead.labels, strict=True):
+            own = context.of_layer(int(layer), dropout)
+            # Outside of what is recomputed: the table has one gradient in a backward, of all that look up in it.
+            embedded = own.drop(self.embedding.words(tokens), site="embedding", rate=config.hidden_dropout)
+            run = partial(_predicted, self.layers[layer], own)
+            if how.granularity == "full" and how.method == "uniform":
+                x = recompute(run, x, embedded, how=how, learns=self._learns([layer]))
+            else:
+                x = run(x, embedded)
+            losses.append(self._losses_of(self._output(x), labels))
+        return torch.stack(losses)
 
     def hidden(
         self,
@@ -371,8 +437,23 @@ class GPT(nn.Module):
 
         Routers add what they count to the `tally`.
         """
+        context, dropout = self._begin(batch, step=step, chunk=chunk, cache=cache, tally=tally)
+        return self._through_chunk(x, context, dropout, chunk)
+
+    def _begin(
+        self,
+        batch: MicroBatch,
+        *,
+        step: int | None,
+        chunk: int,
+        cache: KeyValueCache | None = None,
+        tally: Tally | None = None,
+    ) -> tuple[Context, Dropout | None]:
+        """What the layers of a forward read, and their dropout."""
         context = self._context(batch, cache=cache, tally=tally)
-        dropout = None if step is None else self._dropout(step, batch, chunk)
+        return context, None if step is None else self._dropout(step, batch, chunk)
+
+    def _through_chunk(self, x: Tensor | None, context: Context, dropout: Dropout | None, chunk: int) -> Tensor:
         if x is None:
             x = self.embedding(context.of_layer(0, dropout))
         for layers, again in self.layer_groups[chunk]:
@@ -420,7 +501,11 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[S, B, D] (sequence parallel: [S/tp, B, D]) -> [S, B, V/tp], padding included."""
-        x, config = self.final_norm(x), self.config
+        return self._output(self.final_norm(x))
+
+    def _output(self, x: Tensor) -> Tensor:
+        """[S, B, D], normalised -> [S, B, V/tp]."""
+        config = self.config
         if config.logits_multiplier != 1.0:  # of the input of the output layer, which is smaller than the logits
             x = x * config.logits_multiplier
         logits = self.head(x)
@@ -469,13 +554,23 @@ class GPT(nn.Module):
 
     def _parts(self, chunk: ModelChunk) -> list[nn.Module]:
         """Modules that a forward of the chunk calls, in order."""
+        number = self.config.num_layers
         before = [self.embedding] if chunk.is_first else []
         after = self._end() if chunk.is_last else []
-        return [*before, *(self.layers[str(n)] for n in chunk.layers), *after]
+        ahead = [self.layers[str(n)] for n in chunk.layers if n >= number]
+        if ahead:
+            ahead = [self.embedding.tokens, *ahead]
+        return [*before, *(self.layers[str(n)] for n in chunk.layers if n < number), *after, *ahead]
 
     def _end(self) -> list[nn.Module]:
         """Modules that follow the last layer, in order."""
         return [self.final_norm, self.head]
+
+
+def _predicted(layer: nn.Module, context: Context, hidden: Tensor, embedded: Tensor) -> Tensor:
+    """Output of a layer of multi-token prediction."""
+    predicted: Tensor = layer(hidden, embedded, context)
+    return predicted
 
 
 def _used_by(part: nn.Module) -> list[nn.Parameter]:

@@ -31,12 +31,13 @@ class Stages:
         num_stages = parallel.pipeline_model_parallel_size
         weights = None
         if parallel.pipeline_split == "auto":
-            flops = [layer_flops(model, spec, seq_length=seq_length) for spec in layer_specs(model)]
+            every = [layer_flops(model, spec, seq_length=seq_length) for spec in layer_specs(model)]
+            flops, ahead = every[: model.num_layers], sum(every[model.num_layers :])
             mean = sum(flops) / len(flops)
             # An embedding lookup multiplies nothing: a copy of D values a token, against a layer's D^2 products.
             weights = SplitWeights(
                 embedding=1 / model.hidden_size,
-                head=logits_flops(model, vocab_size, seq_length=seq_length) / mean,
+                head=(logits_flops(model, vocab_size, seq_length=seq_length) + ahead) / mean,
                 layers=tuple(each / mean for each in flops),
             )
         embedding, head = parallel.ends_in_split
@@ -49,7 +50,9 @@ class Stages:
         )
         # Without the embedding and the head: a position that holds one of them alone has no layer.
         layers = range(model.num_layers)
-        own = (layers[max(each.start - embedding, 0) : max(each.stop - embedding, 0)] for each in ranges)
+        own = [layers[max(each.start - embedding, 0) : max(each.stop - embedding, 0)] for each in ranges]
+        # Those of multi-token prediction read what the last one hands to the output layer.
+        own[-1] = range(own[-1].start, model.num_all_layers)
         return cls(schedule, num_stages, num_chunks, tuple(own))
 
     @cached_property

@@ -105,6 +105,7 @@ def first_lines(
             place=place_from_environment(),
         ),
         *_experts(config, costs.uneven_bytes),
+        *_prediction(config),
         *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),
     ]
     return without_passwords("\n".join(lines))
@@ -153,6 +154,18 @@ def _experts(config: Config, uneven_bytes: int) -> list[str]:
         f"{model.num_experts // ep} on a device, {model.moe_router_topk} a token; of a micro-batch a device computes "
         f"{rows:,} rows a layer where the load is even, as the memory above, and at most {ep * rows:,}"
         + (f" ({more})" if ep > 1 else "")
+    ]
+
+
+def _prediction(config: Config) -> list[str]:
+    """Layers of multi-token prediction, and what their losses weigh."""
+    model = config.model
+    if model.num_depths == 0:
+        return []
+    layers = "a layer" if model.num_depths == 1 else f"{model.num_depths} layers"
+    return [
+        f"multi-token prediction: {layers} after the last, in training alone, on the stage that ends the model; the "
+        f"mean of their losses weighs {model.mtp_loss_scaling_factor:g}"
     ]
 
 

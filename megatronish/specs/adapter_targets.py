@@ -10,16 +10,18 @@ from megatronish.core.errors import UserError
 from megatronish.specs.layers import LayerSpec, layer_specs
 
 LATENT_SECTIONS = ("q_down", "kv_down", "kv_up")
-SECTIONS = ("q", "k", "v", *LATENT_SECTIONS, "o", "gate", "up", "down")
+AHEAD_SECTIONS = ("projection",)  # of layers of multi-token prediction
+SECTIONS = ("q", "k", "v", *LATENT_SECTIONS, "o", "gate", "up", "down", *AHEAD_SECTIONS)
 DEFAULT_TARGETS = {"lora": SECTIONS, "ia3": ("k", "v", "kv_up", "down")}
 OTHER_NAMES = {
     "all-linear": SECTIONS,
     # PEFT's, of the Llama family and of GPT-2
-    **{f"{name}_proj": (name,) for name in SECTIONS if name not in LATENT_SECTIONS},
+    **{f"{name}_proj": (name,) for name in SECTIONS if name not in (*LATENT_SECTIONS, *AHEAD_SECTIONS)},
     "q_a_proj": ("q_down",),
     "q_b_proj": ("q",),
     "kv_a_proj_with_mqa": ("kv_down",),
     "kv_b_proj": ("kv_up",),
+    "eh_proj": ("projection",),
     "c_attn": ("q", "k", "v"),
     "c_fc": ("up",),
     # Megatron-LM's
@@ -109,6 +111,11 @@ def complaint_about_targets(model: ModelConfig, config: AdapterConfig) -> str | 
             return (
                 f"adapter_targets: {given} matches the ways down to latents, which have no IA3: it scales what comes "
                 "up from them; name q or kv_up instead"
+            )
+        if config.adapter_type == "ia3" and any(name.endswith(".projection") for name in matched):
+            return (
+                f"adapter_targets: {given} matches projections of multi-token prediction, which have no IA3; name "
+                "sections of the layer behind them, such as k, v and down"
             )
     return None
 

@@ -59,10 +59,11 @@ def forward_flops(
 def logits_flops(model: ModelConfig, vocab_size: int, *, seq_length: int) -> float:
     """FLOPs of the average token forward in the output layer, and in the dense layers that a model ends with.
 
-    Tokens of an encoder predict nothing.
+    Each layer of multi-token prediction uses the output layer once more. Tokens of an encoder predict nothing.
     """
     ends = ends_of(model, seq_length=seq_length)
-    of_predicting = 2 * model.hidden_size * vocab_size + ends.head.linear_flops
+    times = 1 + model.num_depths
+    of_predicting = 2 * model.hidden_size * vocab_size * times + ends.head.linear_flops
     return of_predicting * float(1 - model.encoder_share) + ends.of_sequence.linear_flops / seq_length
 
 

@@ -431,8 +431,36 @@ LAYERS: dict[str, Callable[..., Sequence[LayerSpec]]] = {"transformer": transfor
 """Specs of all layers of a model, by --block. Keyword arguments are the options of the name in `BLOCK_NAMES`."""
 
 
+@dataclass(frozen=True)
+class PredictionSpec(LayerSpec):
+    """Layer of multi-token prediction: norms of an embedding and of a hidden state, 2 D -> D, a layer, a norm."""
+
+    @classmethod
+    def after(cls, last: LayerSpec) -> "PredictionSpec":
+        """One whose layer is as the last of the model."""
+        return cls(last.attention, last.mlp)
+
+    def cost(self, model: ModelConfig) -> LayerCost:
+        """Rows of the layer, and of what is before and after it."""
+        hidden = model.hidden_size
+        before = LayerCost(
+            linears=(LinearShape(2 * hidden, hidden, "none", name="projection", sections=(("projection", hidden),)),),
+            norms=(
+                _norm_shape(model, "embedding_norm"),
+                replace(_norm_shape(model, "hidden_norm"), shares_input=True),  # with the output layer
+            ),
+        )
+        return super().cost(model) + before + LayerCost(norms=(_norm_shape(model, "final_norm"),))
+
+
 def layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
-    """Every layer of a model, first layer first: those that are given, or those of its kind of block."""
+    """Every layer of a model, first layer first, and at last those of multi-token prediction."""
+    specs = main_layer_specs(model)
+    return (*specs, *[PredictionSpec.after(specs[-1])] * model.num_depths)
+
+
+def main_layer_specs(model: ModelConfig) -> Sequence[LayerSpec]:
+    """The layers whose output is the model's: those that are given, or those of its kind of block."""
     if isinstance(model, MixedModelConfig):
         return model.layers
     specs = LAYERS[model.layer_table](model, **options_of(BLOCK_NAMES, model.block, model.block_args))

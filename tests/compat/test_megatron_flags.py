@@ -131,12 +131,24 @@ def test_a_switch_and_its_negation_are_both_known() -> None:
 
 
 def test_a_family_is_one_complaint_and_its_settings_say_nothing_without_its_switch() -> None:
-    (told,) = problems([*BASE, *["--mtp-loss-scaling-factor", "2", "--mtp-num-layers", "1", "--mtp-detach-heads"]])
-    assert told.startswith("--mtp-loss-scaling-factor 2, --mtp-num-layers 1, --mtp-detach-heads are refused: multi-")
-    notes = read("--mtp-loss-scaling-factor 2 --mtp-detach-heads").notes
+    (told,) = problems([*BASE, "--mhc-num-residual-streams", "2", "--enable-hyper-connections"])
+    assert told.startswith("--mhc-num-residual-streams 2, --enable-hyper-connections are refused: hyper-connections")
+    notes = read("--mhc-num-residual-streams 2 --mhc-init-gating-factor 1").notes
     assert notes[0] == (
-        "--mtp-loss-scaling-factor 2, --mtp-detach-heads are idle: it belongs to multi-token prediction, and "
-        "--mtp-num-layers is not given"
+        "--mhc-num-residual-streams 2, --mhc-init-gating-factor 1 are idle: it belongs to hyper-connections, and "
+        "--enable-mhc-connections is not given"
+    )
+
+
+def test_layers_of_multi_token_prediction_are_as_asked_and_of_their_own() -> None:
+    asked = "--position-embedding-type rope --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"
+    model = read(asked).config.model
+    assert (model.num_depths, model.mtp_loss_scaling_factor) == (2, 0.3)
+    (told,) = problems([*BASE, *asked.split(), "--mtp-detach-heads", "--mtp-use-repeated-layer"])
+    assert told.startswith("--mtp-detach-heads, --mtp-use-repeated-layer are refused: each depth of --mtp-num-layers")
+    assert (
+        "mtp_loss_scaling_factor=0.3: idle, as --mtp-num-layers is not given"
+        in read("--mtp-loss-scaling-factor 0.3").notes
     )
 
 

@@ -63,6 +63,8 @@ OTHERS: list[dict[str, Any]] = [
         **{"multi_latent_attention": True},
     },
     {"qk_layernorm": True, "qk_layernorm_after_rope": True},
+    {"mtp_num_layers": 1},
+    {"mtp_num_layers": 1, "position_embedding_type": "rope", "objective": "dpo"},
     {"multi_latent_attention": True, "position_embedding_type": "rope", "rope_mscale": 2.0},
     {"param_cpu_offload": True, "optimizer_cpu_offload": True, "profile_schedule": True, "keep_every": 4},
 ]

@@ -72,6 +72,7 @@ def test_the_fields_that_training_alone_reads_are_these() -> None:
         *("attention_dropout", "hidden_dropout", "init_method_std", "make_vocab_size_divisible_by"),
         *("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
         *("moe_input_jitter_eps", "moe_router_force_load_balancing", "encoder_seq_length", "decoder_seq_length"),
+        *("mtp_num_layers", "mtp_loss_scaling_factor"),
     }
 
 

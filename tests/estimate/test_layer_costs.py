@@ -16,15 +16,17 @@ from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import AttentionBackend, TrainingConfig
 from megatronish.core.layout import Layout
 from megatronish.estimate.costs.layer_kind_memory import LayerMemory, layer_kinds
+from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.launch.place import Place
 from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.model.attention import CoreAttention
-from megatronish.model.batch import MicroBatch
+from megatronish.model.batch import MicroBatch, TokensAhead
 from megatronish.model.gpt import GPT, Execution, TransformerBlock
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.sharding import collect_shardings, initialize
 from megatronish.specs.costs import Count, LayerCost, LinearShape
+from megatronish.specs.flops import forward_flops, model_flops_per_token
 from megatronish.specs.layers import LayerSpec, layer_specs
 
 S, B, V = 96, 2, 50
@@ -349,3 +351,28 @@ def test_parameters_are_those_of_published_models(
     costs, ends = [spec.cost(model) for spec in layer_specs(model)], 2 * vocab_size * model.hidden_size
     assert sum(cost.parameters.total for cost in costs) + ends == pytest.approx(total, rel=1e-3)
     assert sum(cost.active_parameters for cost in costs) + ends == pytest.approx(active, rel=5e-3)
+
+
+def test_a_layer_of_multi_token_prediction_has_what_its_row_counts() -> None:
+    model = replace(LATENT, num_layers=2, mtp_num_layers=2)
+    gpt = built(model, "unfused", torch.float32)
+    for number, spec in enumerate(layer_specs(model)):
+        held = sum(parameter.numel() for parameter in gpt.layers[str(number)].parameters())
+        assert spec.cost(model).parameters.total == held
+    ahead = TokensAhead.of(batch(), 2)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        gpt(None, batch().with_ahead(ahead), step=0)
+    counted = counter.get_total_flops() / (S * B)
+    assert counted == forward_flops(model, vocab_size=V, seq_length=S, attention="full").total
+
+
+def test_the_parameters_of_deepseek_v3_with_further_predictions_are_those_published() -> None:
+    """685 B in the files: 671 B, and 14 B of which 11.5 B are not copies of embedding and output layer."""
+    sizes = {"vocab_size": 129_280, "seq_length": 4096}
+    plain, model = num_parameters(DEEPSEEK, **sizes), replace(DEEPSEEK, mtp_num_layers=1)
+    more = num_parameters(model, **sizes) - plain
+    assert more == pytest.approx(11.5e9, rel=1e-2)
+    copies = 2 * 129_280 * 7168
+    assert plain + more + copies == pytest.approx(684.5e9, rel=1e-3)
+    per_token = model_flops_per_token(model, **sizes) / model_flops_per_token(DEEPSEEK, **sizes)
+    assert 1.03 < per_token < 1.06

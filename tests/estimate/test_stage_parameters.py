@@ -32,6 +32,10 @@ CASES = {
     "lora": f"--tp 2 --sequence-parallel {LLAMA} {LORA}",
     "lora of some sections": f"--tp 2 {LORA} --adapter-targets q v down",
     "lora of experts": f"--dp 2 --tp 2 --ep 2 --etp 2 --disable-bias-linear {LLAMA} {EXPERTS} {LORA}",
+    "further predictions": f"--tp 2 --pp 2 --sequence-parallel {LLAMA} --mtp-num-layers 2",
+    "further predictions, tied": f"--pp 2 --pipeline-schedule zb-h1 {EXPERTS} --mtp-num-layers 1 "
+    "--position-embedding-type rope",
+    "lora of further predictions": f"--tp 2 {LLAMA} {LORA} --mtp-num-layers 1",
     "ia3": "--tp 2 --load never-read --adapter-type ia3 --adapter-targets k o down",
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conversions import logits_of, to_hf, to_ours
 from engines import world_size_of
-from expert_models import CONFIGS, LATENT, D, tensors_of_family, write_family
+from expert_models import LATENT, D, tensors_of_family, write_family
 from jobs import MOCK, steps_of, train_on_ranks
 from safetensors.torch import load_file, save_file
 from sweeps import some_of
@@ -17,12 +17,13 @@ from torch import Tensor
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.formats.adapters import SavedAdapter
+from megatronish.formats.adapters import SavedAdapter, read_native
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.peft import folder as peft
 from megatronish.formats.safetensors import FILE
 from megatronish.formats.weights import LazyTensor
+from megatronish.report.plot import read_lines
 from megatronish.specs.adapter_targets import adapted_sections
 
 ONE = {"num_experts_per_tok": 1, "norm_topk_prob": False}
@@ -98,13 +99,13 @@ def test_published_keys_are_understood(tmp_path: Path, kind: str, expected: dict
 
 
 @pytest.mark.parametrize("kind", LATENT)
-def test_what_is_written_again_is_neither_quantised_nor_predicts_several_tokens(tmp_path: Path, kind: str) -> None:
+def test_what_is_written_again_is_not_quantised(tmp_path: Path, kind: str) -> None:
     origin = {"model_type": kind, **PUBLISHED[kind]}
     model = read(tmp_path, origin)
     found = read_hf_config(tmp_path)
     written = hf_config_of(model, vocab_size=found.vocab_size, seq_length=found.seq_length, origin=origin)
     kept = {key: value for key, value in origin.items() if key != "quantization_config"}
-    assert written == kept | ({"num_nextn_predict_layers": 0} if kind == "deepseek_v3" else {})
+    assert written == kept
     assert read(tmp_path, written) == model
 
 
@@ -218,20 +219,87 @@ def test_factors_that_are_missing_or_of_other_blocks_are_told(tmp_path: Path, sh
         hf.read(folder)
 
 
-def test_the_layers_of_multi_token_prediction_are_left_out_in_one_line(tmp_path: Path) -> None:
+def further_tensors() -> dict[str, Tensor]:
+    """A layer of multi-token prediction as it is published, after the two of the model."""
+    model = tensors_of_family("deepseek_v3")
+    generator = torch.Generator().manual_seed(9)
+    shapes = {name.replace("layers.1", "layers.2"): x.shape for name, x in model.items() if "layers.1." in name}
+    own = {"enorm": (D,), "hnorm": (D,), "eh_proj": (D, 2 * D), "shared_head.norm": (D,)}
+    shapes |= {f"model.layers.2.{name}.weight": torch.Size(shape) for name, shape in own.items()}
+    drawn = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    copies = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+    return drawn | {f"model.layers.2.{name}.weight": model[of].clone() for name, of in copies.items()}
+
+
+def test_layers_of_multi_token_prediction_come_back_with_their_copies(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "theirs", "deepseek_v3", num_nextn_predict_layers=1)
-    further = {"enorm": (D,), "hnorm": (D,), "eh_proj": (D, 2 * D), "shared_head.head": (101, D)}
-    more = {f"model.layers.2.{name}.weight": torch.ones(shape) for name, shape in further.items()}
-    save_file(tensors_of_family("deepseek_v3") | more, folder / FILE)
+    save_file(tensors_of_family("deepseek_v3") | further_tensors(), folder / FILE)
+    assert hf.describe(folder).model.num_depths == 1
     lines = str(to_ours(folder, tmp_path / "ours")).splitlines()
-    assert [line for line in lines if "multi-token" in line] == [
-        "left out on purpose: model.layers.2.eh_proj.weight and 3 more, of multi-token prediction, which is not there "
-        "yet"
+    copies = [line for line in lines if "second copy" in line]
+    assert [line.partition(", ")[0] for line in copies] == [
+        "left out on purpose: model.layers.2.embed_tokens.weight",
+        "left out on purpose: model.layers.2.shared_head.head.weight",
     ]
     to_hf(tmp_path / "ours", tmp_path / "back")
+    before, after = (load_file(path / FILE) for path in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_a_copy_that_is_another_tensor_is_refused(tmp_path: Path, name: str) -> None:
+    folder = write_family(tmp_path / "theirs", "deepseek_v3", num_nextn_predict_layers=1)
+    further = further_tensors()
+    further[f"model.layers.2.{name}.weight"][3, 2] += 1e-3
+    save_file(tensors_of_family("deepseek_v3") | further, folder / FILE)
+    with pytest.raises(UserError, match=rf"layers.2.{name}.weight is not .* they are one tensor of its model"):
+        to_ours(folder, tmp_path / "ours")
+
+
+def test_layers_of_multi_token_prediction_that_are_not_there_are_none(tmp_path: Path) -> None:
+    """transformers says that there is one, by default, and writes none."""
+    folder = write_family(tmp_path / "theirs", "deepseek_v3", num_nextn_predict_layers=1)
+    assert hf.describe(folder).model.num_depths == 0
+    to_ours(folder, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back")
     assert load_file(tmp_path / "back" / FILE).keys() == tensors_of_family("deepseek_v3").keys()
-    written = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert {key: value for key, value in written.items() if key != "torch_dtype"} == CONFIGS["deepseek_v3"]
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_further_layers_than_config_says_are_left_out_in_one_line(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "theirs", "deepseek_v3")
+    save_file(tensors_of_family("deepseek_v3") | further_tensors(), folder / FILE)
+    lines = str(to_ours(folder, tmp_path / "ours")).splitlines()
+    (line,) = [line for line in lines if "multi-token" in line]
+    assert line.endswith("more, of multi-token prediction, which the model is read without")
+
+
+def test_a_run_trains_on_with_layers_of_multi_token_prediction_or_without(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "theirs", "deepseek_v3", num_nextn_predict_layers=1)
+    save_file(tensors_of_family("deepseek_v3") | further_tensors(), folder / FILE)
+    losses = []
+    for name, more in {"with": "--tp 2", "without": "--mtp-num-layers 0"}.items():
+        run = tmp_path / name
+        flags = f"{COMMON} --train-iters 2 --load-hf {folder} --run-dir {run} {more}"
+        train_on_ranks(flags.split(), world_size=world_size_of(more))
+        assert {"mtp_1_loss" in line for line in read_lines(run / "metrics.jsonl")} == {name == "with"}
+        losses.append(steps_of(run)[1].loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_an_adapter_of_a_layer_of_multi_token_prediction_stays_here(tmp_path: Path) -> None:
+    """The model that PEFT wraps has no such layer."""
+    folder = write_family(tmp_path / "theirs", "deepseek_v3", num_nextn_predict_layers=1)
+    save_file(tensors_of_family("deepseek_v3") | further_tensors(), folder / FILE)
+    run, flags = tmp_path / "run", f"--load-hf {folder} --adapter-type lora --adapter-targets q o projection"
+    train_on_ranks(f"{COMMON} --train-iters 1 --save-interval 1 {flags} --run-dir {run}".split())
+    adapter = read_native(run)
+    assert {name.split(".")[1] for name in adapter.tensors} == {"0", "1", "2"}
+    assert "layers.2.projection.projection.A" in adapter.tensors
+    peft.write(tmp_path / "peft", adapter, hf.describe(folder), base=str(folder))
+    assert {name.split(".")[4] for name in load_file(tmp_path / "peft" / peft.FILE)} == {"0", "1"}
 
 
 # Runs

@@ -3,6 +3,7 @@
 Run by `make test-peers`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 from conversions import logits_of, to_hf, to_ours
 from ranks import run_ranks
 
-from megatronish.core.layout import Layout
+from megatronish.core.layout import ExpertLayout, Layout
+from megatronish.formats import native
 from megatronish.formats.load_sharded import open_hf
-from megatronish.formats.weights import is_bias
+from megatronish.formats.weights import LazyTensor, Model, is_bias
+from megatronish.inference.load import find_trained, load_found
+from megatronish.model.batch import MicroBatch, TokensAhead
+from megatronish.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(
@@ -139,3 +144,50 @@ def test_the_loss_and_the_gradients_of_a_step_are_equal(tmp_path: Path, name: st
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_likeliest_text_is_the_same(tmp_path: Path, name: str) -> None:
     check_text(tmp_path, random_decoder(CONFIGS[name]))
+
+
+def test_further_predictions_are_those_of_its_own_modules(tmp_path: Path) -> None:
+    """Of depth one and two, by modules that transformers reads from our files; it computes no loss of them."""
+    depths, tokens = 2, peer.tokens()
+    model = random_decoder(CONFIGS["v3, yarn"])
+    model.save_pretrained(tmp_path / "theirs")
+    description, tensors = open_hf(tmp_path / "theirs")
+    description = replace(description, model=replace(description.model, mtp_num_layers=depths))
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: tensor.read() for name, tensor in tensors.items()}
+    for name, sharding in description.shardings().items():
+        std, mean = (0.3, 1.0) if len(sharding.shape) == 1 and not is_bias(name) else (0.3, 0.0)
+        weights.setdefault(name, torch.randn(sharding.shape, generator=generator) * std + mean)
+    lazy = {name: LazyTensor(tuple(x.shape), x.dtype, x.clone) for name, x in weights.items()}
+    native.write(tmp_path / "ours", Model(description, lazy))
+    to_hf(tmp_path / "ours", tmp_path / "back")
+
+    theirs = peer.load(tmp_path / "back")
+    theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\..*"]  # where it has V3's number of layers
+    modules = peer.transformers.modeling_layers.MtpModel.from_pretrained(theirs).eval()
+    hidden = theirs.model(tokens, use_cache=False).last_hidden_state
+    length, expected = tokens.shape[1], []
+    for depth in range(1, depths + 1):
+        # Of each position the token `depth` places later; the last places have none, and no other sees them.
+        later = torch.nn.functional.pad(tokens[:, depth:], (0, depth))
+        hidden = modules.forward_layer(
+            depth - 1, hidden, torch.arange(length)[None].expand_as(tokens), None, input_ids=later
+        )
+        logits = theirs.lm_head(hidden)[:, : length - 1 - depth]
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1 + depth :].flatten())
+        expected.append(float(losses.detach()))
+    assert losses_ahead(tmp_path / "ours", tokens, depths) == pytest.approx(expected, rel=1e-5)
+
+
+def losses_ahead(folder: Path, tokens: torch.Tensor, depths: int) -> list[float]:
+    """The mean loss of each depth."""
+    saved = find_trained(folder)
+    mesh = Mesh.start(Layout(), rank=0, init_method="", experts=ExpertLayout(1, 1))
+    whole = saved._replace(description=native.description_of(saved.checkpoint))
+    gpt, labels = load_found(whole, mesh, dtype=torch.float32).model, tokens[:, 1:].contiguous()
+    positions = torch.arange(labels.shape[1]).expand_as(labels)
+    mask = torch.ones_like(labels, dtype=torch.bool)
+    batch = MicroBatch(tokens[:, :-1].contiguous(), labels, mask, positions, torch.arange(len(labels)))
+    ahead = TokensAhead.of(batch, depths)
+    losses = gpt(None, batch.with_ahead(ahead), step=None)[1:].transpose(1, 2)
+    return [float(each[inside].mean()) for each, inside in zip(losses, ahead.loss_mask, strict=True)]

@@ -281,6 +281,25 @@ SINGLE = [
     ),
     SingleCase("copies of ranks with fewer rows", "llama", "--dp-replicate 2 --zero-stage 3", "", 6, 5),
     SingleCase("latent attention", "gpt", LATENT),
+    SingleCase("further predictions", "llama", "--mtp-num-layers 2"),
+    SingleCase(
+        *("further predictions at the end", "llama", "--mtp-num-layers 1"),
+        *("--pp 2 --tp 2 --sequence-parallel", 2, 7),
+    ),
+    SingleCase(
+        *("further predictions, recomputed", "llama", "--mtp-num-layers 2 --recompute-granularity full"),
+        "--tp 2 --zero-stage 2",
+    ),
+    SingleCase("further predictions, gathered", "llama", "--mtp-num-layers 1", "--zero-stage 3", 4),
+    SingleCase(
+        *("further predictions of experts", "experts", "--mtp-num-layers 1 --ep 4 --etp 1"),
+        more_waits={"layers/dispatch.py": 6},
+    ),
+    SingleCase(
+        *("further predictions, tied", "gpt"),
+        *("--mtp-num-layers 1 --position-embedding-type rope --pipeline-schedule zb-h1",),
+        *("--pp 2 --tp 2 --sequence-parallel", 2, 7),
+    ),
     SingleCase(
         *("latent attention in stages", "gpt", f"{LATENT} --pipeline-schedule zb-h1 --attention-dropout 0.1"),
         *("--tp 2 --pp 2 --sequence-parallel", 1),

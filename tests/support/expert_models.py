@@ -91,6 +91,7 @@ CONFIGS |= {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
     },
     "deepseek_v2": _LATENT
     | {

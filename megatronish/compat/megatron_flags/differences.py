@@ -33,6 +33,8 @@ DIFFERENCES: dict[str, str] = {
     "position_embedding_type": "`alibi` is Megatron-DeepSpeed's; Megatron-LM has MRoPE and YaRN here, too.",
     "multi_latent_attention": "It turns a part of each head by RoPE in any case, as in Megatron-LM, but wants "
     "`--position-embedding-type rope`: learned positions in addition are not there.",
+    "mtp_num_layers": "Each depth is a layer as the last of the model, and its loss a mean over its own predictions, "
+    "of which none crosses a document where documents are apart; Megatron-LM divides by other numbers.",
     "latent_norm_epsilon": "Not in Megatron-LM, whose norms have one epsilon.",
     "qk_layernorm_across_heads": "Not in Megatron-LM, whose norm is that of each head.",
     "clip_qkv": "Not in Megatron-LM, whose `--qk-clip` changes weights instead.",

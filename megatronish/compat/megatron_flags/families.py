@@ -108,11 +108,11 @@ FAMILIES = (
         "mamba-training-ssm-states-dtype use-mamba-mem-eff-path",
     ),
     Family(
-        "multi-token prediction",
-        "multi-token prediction is not there yet; leave these flags out",
-        switches="mtp-num-layers",
-        names="mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-loss-scaling-factor mtp-standalone "
-        "mtp-use-repeated-layer",
+        "other kinds of multi-token prediction",
+        "each depth of --mtp-num-layers has a layer of its own, whose loss reaches the whole model, on the last stage; "
+        "leave these flags out",
+        switches="mtp-use-repeated-layer mtp-detach-heads mtp-standalone",
+        names="mtp-hsm mtp-hybrid-override-pattern",
     ),
     Family(
         "hyper-connections",

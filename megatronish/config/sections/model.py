@@ -366,8 +366,36 @@ class DenseOptions:
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertOptions, PatternOptions, LatentOptions, BlockOptions, DenseOptions):
-    """Architecture of a model: options of every layer, then those of latent and sparse attention, and of experts."""
+class PredictionOptions:
+    """Multi-token prediction (MTP) of DeepSeek-V3 (arXiv:2412.19437, section 2.2), in training alone."""
+
+    mtp_num_layers: Annotated[int | None, at_least(0), at_most(100), TRAINING_ONLY] = None
+    """Layers after the last that predict further tokens in training, layer d the token d + 1 places ahead."""
+    mtp_loss_scaling_factor: Annotated[float, at_least(0), TRAINING_ONLY] = 0.1
+    """Weight of the mean of their losses in what is trained on."""
+
+    @property
+    def num_depths(self) -> int:
+        """Layers of multi-token prediction."""
+        return self.mtp_num_layers or 0
+
+
+@dataclass(frozen=True)
+class ModelConfig(PredictionOptions, ExpertOptions, PatternOptions, LatentOptions, BlockOptions, DenseOptions):
+    """Architecture of a model: options of every layer, then those of latent and sparse attention, and of experts.
+
+    Layers of multi-token prediction come last, and have the numbers after those of `num_layers`.
+    """
+
+    @property
+    def num_all_layers(self) -> int:
+        """Layers with those of multi-token prediction."""
+        return self.num_layers + self.num_depths
+
+    @property
+    def embeds_at_end(self) -> bool:
+        """Whether the stage that ends the model has a copy of the table of words, to multiply by or to look up in."""
+        return self.tied or self.num_depths > 0
 
     @property
     def head_size(self) -> int:

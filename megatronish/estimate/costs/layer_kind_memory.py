@@ -26,7 +26,7 @@ from megatronish.specs.adapter_targets import all_patterns, is_target
 from megatronish.specs.attention import AttentionRun, AttentionSpec
 from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape, sum_counts
 from megatronish.specs.ends import ends_of
-from megatronish.specs.layers import LayerSpec, layer_specs
+from megatronish.specs.layers import LayerSpec, PredictionSpec, layer_specs
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +146,7 @@ class LayerMemory:
         self.table = padded * model.hidden_size // self.tp
         """Elements of an embedding on this rank."""
         self.logits = float(self.tokens * padded // self.tp * self.element * (1 - model.encoder_share))
+        self.logits *= 1 + model.num_depths
         if model.final_logit_softcapping is not None:  # and the tanh, which its backward needs
             self.logits *= 2
         self.freezes = self.config.adapter.is_used
@@ -162,11 +163,13 @@ class LayerMemory:
         """Bytes of a chunk."""
         kinds, recompute, model = chunk.kinds, self.config.recompute, self.config.model
         size, is_block = recompute.recompute_num_layers, recompute.recompute_method == "block"
+        main = tuple(kind for kind in kinds if not isinstance(kind.spec, PredictionSpec))
         again = kinds if recompute.recompute_granularity == "full" else kinds[:0]
-        again = again[:size] if is_block else again
+        again = main[:size] if is_block and again else again
         kept = self._sum(self.kept, kinds[len(again) :])
-        steps = 1 if is_block else size
-        groups = [again[start : start + steps] for start in range(0, len(again), steps)]
+        steps, grouped = 1 if is_block else size, again[: len(main)]
+        groups = [grouped[start : start + steps] for start in range(0, len(grouped), steps)]
+        groups += [(kind,) for kind in again[len(main) :]]  # each by itself
         most = max((self._sum(self.kept, group) for group in set(groups)), default=0.0)
         deferred = self._sum(self.deferred, kinds) if self.defers else 0.0
         later = deferred * (len(again) - len(groups[0])) / len(again) if again else 0.0
@@ -362,7 +365,8 @@ class LayerMemory:
         """What waits of the end of the model: inputs of its norms and dense layers, and of the output layer."""
         head = ends_of(self.config.model, seq_length=self.config.training.seq_length).head
         kept = sum(linear.in_features for linear in head.linears) + head.kept.total
-        return (1 + len(head.norms) + kept / self.config.model.hidden_size) * self.residual
+        inputs = 1 + self.config.model.num_depths  # of the output layer
+        return (inputs + len(head.norms) + kept / self.config.model.hidden_size) * self.residual
 
     @cached_property
     def learned_by_head(self) -> int:

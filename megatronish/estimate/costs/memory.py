@@ -346,7 +346,9 @@ class StageWork:
         late = transients.late if come and chunk == 0 else 0.0
         if ends or transients.zero == 3:
             yield 0.0, 0.0, at_begin, -missing
-        gone = sizes.logits if ends and not sizes.defers else 0.0
+        # Layers of multi-token prediction come first, each once its own logits are gone.
+        all_gone = sizes.logits if ends and not sizes.defers else 0.0
+        gone = all_gone / (1 + sizes.config.model.num_depths)
         if bytes_of.keeps_last:  # of gradients a bucket has come, and the head's
             head = 4.0 * sizes.table if ends and not transients.tied_gradient else 0.0
             few = come and (come if transients.merges_table else min(come, transients.bucket + head))
@@ -355,7 +357,7 @@ class StageWork:
             yield bytes_of.more, gone, work, come - late - missing
         freed = 0.0 if sizes.defers else bytes_of.live + (sizes.of_head if ends else 0)
         # The embedding's bucket comes once the gradients of a tied table have become one.
-        yield -freed, gone, max(at_end - late, transients.of_table(chunk)[0]) if late else at_end, come - missing
+        yield -freed, all_gone, max(at_end - late, transients.of_table(chunk)[0]) if late else at_end, come - missing
 
     def _gradients(self, transients: StageTransients) -> list[float]:
         """Bytes of the gradients of each chunk, if they are given back when a step begins."""
@@ -368,6 +370,8 @@ class StageWork:
             elements[0] += sizes.table if stage.is_first else 0
             elements[-1] += sizes.table if stage.is_last and not is_one else 0
             elements[-1] += sizes.learned_by_head if stage.is_last else 0
+            has_both = sizes.config.model.num_depths > 0 and not sizes.config.model.tied
+            elements[-1] += sizes.table if has_both and stage.is_last and not stage.is_first else 0
         return [4.0 * size for size in elements]
 
 

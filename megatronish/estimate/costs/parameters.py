@@ -45,7 +45,7 @@ def parameters_of_stage(
     is_first: bool,
     is_last: bool,
 ) -> Count:
-    """Parameters of a stage with these layers. Tied embeddings are held by the last stage, too.
+    """Parameters of a stage with these layers. Some models embed at both ends: the last stage has the table, too.
 
     `vocab_size` is the true or the padded one, as the caller wants to count.
     """
@@ -59,8 +59,7 @@ def parameters_of_stage(
         held += table + ends.of_embedding(model)
     if is_last:
         held += ends.of_head(vocab_size)
-        if not (is_first and model.tied):
-            held += table
+        held += table * (not model.tied) + table * (model.embeds_at_end and not is_first)
     return held
 
 

@@ -148,15 +148,17 @@ class StageParameters(NamedTuple):
         return ("tp",) if self.config.parallel.sequence_parallel else ()
 
     def embedding(self) -> Iterator[StageParameter]:
-        """Table of words, a norm, small tables; of a stage that only ends the model the tied table of words."""
+        """Table of words, a norm, small tables; a stage that only ends the model may have the table of words."""
         model, first = self.config.model, (0, "B")
-        if not self.load.is_first and not (self.load.is_last and model.tied):
+        if not self.load.is_first and not (self.load.is_last and model.embeds_at_end):
             return
-        sources = [first] * self.load.is_first
+        sources, last = [first] * self.load.is_first, len(self.load.layers) - 1
         if model.tied and self.load.is_last:
-            sources.append((len(self.load.layers) - 1, self.deferred))
+            sources.append((last, self.deferred))
+        if model.num_depths and self.load.is_last:
+            sources.append((last, "B"))
         tokens = self.table("embedding.tokens.weight")
-        yield self.used(tokens._replace(tied="ends" if model.tied else None), *sources)
+        yield self.used(tokens._replace(tied="ends" if model.embeds_at_end else None), *sources)
         if not self.load.is_first:
             return
         if self.model_ends.norm is not None:

@@ -69,6 +69,8 @@ class LayerTraffic(StepTraffic):
             return 1
         if recompute.recompute_method == "uniform":
             return 2
+        if self.load.all_layers[place] >= self.config.model.num_layers:
+            return 1
         for layers in self.load.layers:
             if place < len(layers):
                 return 2 if place < recompute.recompute_num_layers else 1
@@ -98,11 +100,12 @@ class LayerTraffic(StepTraffic):
                     self._products(name, before[:-1], linear, forwards, again)
                     before = []
         if self.config.recompute.distribute_saved_activations:
-            size = self.config.recompute.recompute_num_layers
-            groups = sum(
-                min(size, len(layers)) if self.config.recompute.recompute_method == "block" else -(-len(layers) // size)
-                for layers in self.load.layers
-            )
+            size, number = self.config.recompute.recompute_num_layers, self.config.model.num_layers
+            is_block = self.config.recompute.recompute_method == "block"
+            own = [sum(layer < number for layer in layers) for layers in self.load.layers]
+            groups = sum(min(size, layers) if is_block else -(-layers // size) for layers in own)
+            if not is_block:  # a layer of multi-token prediction has two inputs
+                groups += 2 * (len(self.load.all_layers) - sum(own))
             self.add("tp", "all-gather", self.num_microbatches * groups * self.hidden)
 
     def _products(
@@ -212,14 +215,15 @@ class LayerTraffic(StepTraffic):
             else:
                 self.add("tp", "all-reduce", size)
         if self.load.is_last:
-            predicting = 1 - self.config.model.encoder_share
+            predicting, depths = 1 - self.config.model.encoder_share, self.config.model.num_depths
             size, tokens = int(size * predicting), int(self.tokens * predicting)
+            # Each depth of multi-token prediction embeds, and uses the output layer and the loss once more.
             if self.cuts_sequence:
-                self.add("tp", "all-gather", (1 + learns) * size)
-                self.add("tp", "reduce-scatter", size)
+                self.add("tp", "all-gather", (1 + depths) * (1 + learns) * size + depths * learns * size)
+                self.add("tp", "reduce-scatter", (1 + 2 * depths) * size)
             else:
-                self.add("tp", "all-reduce", size)
-            self.add("tp", "all-reduce", self.num_microbatches * tokens * (4 + 2 * 4))
+                self.add("tp", "all-reduce", (1 + 2 * depths) * size)
+            self.add("tp", "all-reduce", (1 + depths) * self.num_microbatches * tokens * (4 + 2 * 4))
 
 
 def expected_traffic(
@@ -293,12 +297,15 @@ def _numbers(traffic: StepTraffic) -> None:
         if traffic.cuts_sequence and traffic.load.is_last:
             rows = traffic.config.training.micro_batch_size
             traffic.add("tp", "all-reduce", traffic.num_microbatches * rows * 4)
+    if depths := model.num_depths:  # predictions of the step, of the model and of each depth; loss and number of each
+        sums += 2 * depths
+        traffic.add("dp", "all-reduce", (1 + depths) * SCALAR)
     if traffic.has_experts:
         assert model.num_experts is not None
         rows = model.num_experts + 1  # choices, and what is not finite
         losses = model.moe_aux_loss_coeff if model.moe_router_load_balancing_type != "none" else 0
         rows += bool(losses) + bool(model.moe_z_loss_coeff) + (model.moe_expert_capacity_factor is not None)
-        sums += model.num_layers * rows
+        sums += model.num_all_layers * rows
     if traffic.config.parallel.num_islands > 1:
         sums += 2  # weight and norm of each island
     if traffic.config.layout.world_size > 1:

@@ -219,7 +219,7 @@ class StageTransients:
         self.ties = model.tied and stage.is_first and stage.is_last
         learned = model.position_embedding_type == "learned_absolute" and stage.is_first
         positions = (model.max_position_embeddings or config.training.seq_length) if learned else 0
-        tables = stage.is_first + (stage.is_last and not self.ties)
+        tables = (stage.is_first or (stage.is_last and model.embeds_at_end)) + (stage.is_last and not model.tied)
         self.rest = sizes.table * tables + positions * model.hidden_size
         """Elements of embedding and head."""
         self.learned_rest = 0 if sizes.freezes else self.rest
@@ -242,7 +242,7 @@ class StageTransients:
     def merges_table(self) -> bool:
         """Whether the embedding is in the bucket of layers, which alone do not fill one."""
         config = self.sizes.config
-        is_apart = config.model.tied and self.is_pipeline
+        is_apart = config.model.embeds_at_end and self.is_pipeline
         largest = max(map(self.sizes.learned_by, self.stage.chunks))
         return self.stage.is_first and not is_apart and largest < config.parallel.ddp_bucket_size
 

@@ -273,7 +273,9 @@ class LayerClock:
             ),
             Parts(products=0.0 if is_frozen else gradient_seconds(self.machine, tokens, hidden, columns)),
         )
-        ends = ends_of(self.work.model, seq_length=self.work.seq_length)
+        ends, of_logits = ends_of(self.work.model, seq_length=self.work.seq_length), passes
+        for _ in range(self.work.model.num_depths):  # each layer of multi-token prediction uses it once more
+            passes = passes.plus(of_logits)
         rows = max(1, tokens // (mesh.tp if in_parts else 1))
         for linear in ends.head.linears:
             passes = passes.plus(self._dense(linear, rows, is_frozen=is_frozen))

@@ -225,7 +225,7 @@ class StepClock:
             else:  # gathers all of them, those of a frozen base too, for each pass
                 gathers = 2 + work.extra_forwards
                 each += gradients + gathers * links.gather(ranks, apart, self._gathered_bytes(whole, count))
-        if mesh.pp > 1 and work.model.tied and not work.adapter.is_used:
+        if mesh.pp > 1 and work.model.embeds_at_end and not work.adapter.is_used:
             table = work.model.padded_vocab_size(work.vocab_size, mesh.tp) * work.model.hidden_size / mesh.tp
             once += links.all_reduce(2, mesh.tp * mesh.cp * mesh.dp, wanted * table)
         shared = (mesh.cp * mesh.dp, mesh.edp) if zero else (1, 1)

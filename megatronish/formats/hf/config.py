@@ -6,8 +6,8 @@ computes.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from megatronish.formats.hf.family import CONFIG, CORRECT, ConfigJson, ModelFami
 from megatronish.formats.hf.quantised import QUANTISED, fp8_blocks
 from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
 from megatronish.formats.hf.window import WINDOW_KEYS
+from megatronish.formats.stored_names import stored_names
 from megatronish.tokenizer.names import tokenizer_in
 
-LEFT_OUT = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Numbers of layers in the files that are left out, and so are not there in what is written."""
+FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Numbers of layers of multi-token prediction, of which a family may have none here: they are left out."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,16 @@ class HfModel:
 def read_hf_config(folder: Path) -> HfModel:
     """Model of a Hugging Face folder. UserError, with file and key, for a model that cannot be read or is not known."""
     values = read_json(folder)
-    return _understand(values, folder, data=tokenizer_in(folder, like_gpt2=values.get("model_type") == "gpt2"))
+    config = _understand(values, folder, data=tokenizer_in(folder, like_gpt2=values.get("model_type") == "gpt2"))
+    return _without_missing_layers(config, stored_names(folder))
+
+
+def _without_missing_layers(config: HfModel, names: Collection[str] | None) -> HfModel:
+    """Config without layers of multi-token prediction that are not in the files: transformers writes none of them."""
+    first = f"model.layers.{config.model['num_layers']}."
+    if not config.model.get("mtp_num_layers") or names is None or any(name.startswith(first) for name in names):
+        return config
+    return replace(config, model=config.model | {"mtp_num_layers": None})
 
 
 def hf_config_of(
@@ -83,8 +93,8 @@ def hf_config_of(
             stale |= set(group)
             changed |= {key: wanted[key] for key in group if key in wanted}
     stale.add(QUANTISED)  # as read, and so as written, the weights are not
-    left_out = {key: 0 for key in LEFT_OUT if origin.get(key)}
-    return {key: value for key, value in origin.items() if key not in stale} | changed | left_out
+    further = {key: model.num_depths for key in FURTHER if origin.get(key)}
+    return {key: value for key, value in origin.items() if key not in stale} | changed | further
 
 
 def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]) -> HfModel:

@@ -4,8 +4,10 @@ Kimi K2 is a DeepSeek-V3 under another `model_type`. A V2 scores experts by a so
 experts by its best; a V3 by sigmoids and a bias, and a group by its two best.
 
 What training alone reads (`aux_loss_alpha`, `seq_aux`) and what says how others run the model (`ep_size`,
-`pretraining_tp`) is not taken over, and comes back with the config.json. The module of multi-token prediction, which
-stands in the files as a further layer, is left out: it is not there yet.
+`pretraining_tp`) is not taken over, and comes back with the config.json.
+
+Modules of multi-token prediction are further layers in the files of a V3, each with copies of the embedding and of the
+output layer, which are one with the model's: they are compared when they are read, and written.
 """
 
 from collections.abc import Iterator
@@ -65,6 +67,7 @@ _V3 = _COMMON | {
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
 }
 _V2 = _COMMON | {
     "vocab_size": 102400,
@@ -136,6 +139,7 @@ def _read_v3(config: ConfigJson) -> dict[str, Any]:
         "rotary_interleaved": config.flag("rope_interleave"),
         **read_sigmoids(config),
         **read_groups(config, best=_BEST["deepseek_v3"]),
+        "mtp_num_layers": config.whole("num_nextn_predict_layers", null=0, least=0) or None,
     }
 
 
@@ -189,7 +193,7 @@ def _write_v3(model: ModelConfig, seq_length: int) -> dict[str, Any]:
         "n_group": model.moe_router_num_groups or 1,
         "topk_group": model.moe_router_group_topk or 1,
         **write_sigmoids(model),
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.num_depths,
     }
 
 
@@ -219,22 +223,54 @@ def _lacks(model: ModelConfig) -> str | None:
 # Tensors
 
 
-def _tensors(model: ModelConfig) -> Iterator[TensorRule]:
-    """Rules of all tensors, embedding first."""
-    yield TensorRule("embedding.tokens.weight", ("model.embed_tokens.weight",))
-    for n in range(model.num_layers):
-        ours, theirs = f"layers.{n}", f"model.layers.{n}"
-        yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=False)
-        for name, their_name in _attention_names(model).items():
-            yield from same_tensors(f"{ours}.attention.{name}", f"{theirs}.self_attn.{their_name}", bias=False)
-        yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
-        if not model.expert_layers[n]:
-            yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=False)
-            continue
-        yield from expert_tensors(model, ours, theirs, names=NAMES)
+def _tensors(model: ModelConfig, *, num_further: int = 0) -> Iterator[TensorRule]:
+    """Rules of all tensors, embedding first, with those of so many layers of multi-token prediction."""
+    yield TensorRule("embedding.tokens.weight", (_WORDS,))
+    for n, has_experts in enumerate(model.expert_layers):
+        yield from _layer_tensors(model, n, has_experts=has_experts)
+    for n in range(model.num_layers, model.num_layers + num_further):
+        yield from _layer_tensors(model, n, has_experts=model.expert_layers[-1])
+        for ours, theirs in _FURTHER.items():
+            yield from same_tensors(f"layers.{n}.{ours}", f"model.layers.{n}.{theirs}", bias=False)
     yield from same_tensors("final_norm", "model.norm", bias=False)
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
+
+
+def _layer_tensors(model: ModelConfig, n: int, *, has_experts: bool) -> Iterator[TensorRule]:
+    """Rules of a layer."""
+    ours, theirs = f"layers.{n}", f"model.layers.{n}"
+    yield from same_tensors(f"{ours}.attention_norm", f"{theirs}.input_layernorm", bias=False)
+    for name, their_name in _attention_names(model).items():
+        yield from same_tensors(f"{ours}.attention.{name}", f"{theirs}.self_attn.{their_name}", bias=False)
+    yield from same_tensors(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
+    if not has_experts:
+        yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", model.ffn_size, bias=False)
+        return
+    yield from expert_tensors(model, ours, theirs, names=NAMES)
+
+
+_WORDS = "model.embed_tokens.weight"
+_FURTHER = {
+    "projection": "eh_proj",  # of [embedding ; hidden state], as here
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "final_norm": "shared_head.norm",
+}
+"""What a layer of multi-token prediction has besides a layer."""
+
+
+def _v3_tensors(model: ModelConfig) -> Iterator[TensorRule]:
+    return _tensors(model, num_further=model.num_depths)
+
+
+def _further_copies(model: ModelConfig) -> dict[str, str]:
+    """Embedding and output layer in each layer of multi-token prediction, with the model's own."""
+    copies = {}
+    for n in range(model.num_layers, model.num_all_layers):
+        copies[f"model.layers.{n}.embed_tokens.weight"] = _WORDS
+        copies[f"model.layers.{n}.shared_head.head.weight"] = _WORDS if model.tied else HEAD
+    return copies
 
 
 def _attention_names(model: ModelConfig) -> dict[str, str]:
@@ -252,15 +288,17 @@ def _attention_names(model: ModelConfig) -> dict[str, str]:
 def _left_out(model: ModelConfig, name: str) -> str | None:
     """The reason why a tensor of a layer after the last is none of the model's."""
     number = name.removeprefix("model.layers.").partition(".")[0] if name.startswith("model.layers.") else ""
-    if not number.isdecimal() or int(number) < model.num_layers:
+    if not number.isdecimal() or int(number) < model.num_all_layers:
         return None
-    return "of multi-token prediction, which is not there yet"
+    return "of multi-token prediction, which the model is read without"
 
 
-_TENSORS = FamilyTensors("model", _tensors, NAMES, left_out=_left_out)
+_V2_TENSORS = FamilyTensors("model", _tensors, NAMES, left_out=_left_out)
+_V3_TENSORS = _V2_TENSORS._replace(rules=_v3_tensors, written_copies=_further_copies)
 _ALIASES = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
-_family = partial(ModelFamily, cannot_describe=_lacks, tensors=_TENSORS)
+_V3_ALIASES = _ALIASES | {"num_mtp_layers": "num_nextn_predict_layers"}
+_family = partial(ModelFamily, cannot_describe=_lacks)
 
-DEEPSEEK_V3 = _family("DeepseekV3ForCausalLM", ROWS, _V3, _ALIASES, _read_v3, _write_v3)
+DEEPSEEK_V3 = _family("DeepseekV3ForCausalLM", ROWS, _V3, _V3_ALIASES, _read_v3, _write_v3, tensors=_V3_TENSORS)
 KIMI_K2 = DEEPSEEK_V3
-DEEPSEEK_V2 = _family("DeepseekV2ForCausalLM", ROWS, _V2, _ALIASES, _read_v2, _write_v2)
+DEEPSEEK_V2 = _family("DeepseekV2ForCausalLM", ROWS, _V2, _ALIASES, _read_v2, _write_v2, tensors=_V2_TENSORS)

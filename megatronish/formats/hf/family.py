@@ -106,8 +106,8 @@ class FamilyTensors(NamedTuple):
 
     `experts` are the names of single experts, where a family has them: packed ones are read under these. `head` is the
     output layer's weight, which a tied model may have a second time; `copies` are other tensors that may be there
-    twice, with their originals. `new_name` is that of a tensor of an old file, and `left_out` the reason why a tensor
-    is none of a model's, or None.
+    twice, with their originals, and `written_copies` those of a model that are there in any case. `new_name` is that of
+    a tensor of an old file, and `left_out` the reason why a tensor is none of a model's, or None.
     """
 
     base: str
@@ -115,6 +115,7 @@ class FamilyTensors(NamedTuple):
     experts: ExpertNames | None = None
     head: str = HEAD
     copies: Mapping[str, str] = MappingProxyType({})
+    written_copies: Callable[[ModelConfig], Mapping[str, str]] = lambda _model: {}
     new_name: Callable[[str], str] = str
     left_out: Callable[[ModelConfig, str], str | None] = lambda _model, _name: None
 

@@ -104,18 +104,21 @@ def read(load: Path) -> Model:
     reasons = {name: family.left_out(description.model, name) for name in tensors}
     left_out |= {name: reason for name, reason in reasons.items() if reason is not None}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    written = family.written_copies(description.model)
     for copy, original in _copies(description).items():
         if {copy, original} <= tensors.keys():
             what = "the embedding" if copy == family.head else original
             left_out[copy] = f"a second copy of {what}, compared with it when that is read"
-        tensors = _with_one(load, copy, original, tensors)
+        why = "although they are one tensor of its model; fetch it again, whole" if copy in written else TIED
+        tensors = _with_one(load, copy, original, tensors, why=why)
     return Model(replace(description, left_out=left_out), tensors)
 
 
 def _copies(description: Description) -> dict[str, str]:
     """Tensors that may be there twice, the copy first."""
     family, words = _tensors_of(description), next(iter(rules(description))).theirs[0]
-    return dict(family.copies) | ({family.head: words} if description.model.tied else {})
+    copies = {**family.copies, **family.written_copies(description.model)}
+    return copies | ({family.head: words} if description.model.tied else {})
 
 
 def _with_prefix(load: Path, description: Description, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -132,26 +135,23 @@ def _with_prefix(load: Path, description: Description, tensors: Mapping[str, Laz
     return renamed
 
 
-def _with_one(load: Path, copy: str, name: str, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Tensors of a tied model without a second copy of one; UserError if the two differ."""
+TIED = "although tie_word_embeddings in config.json makes them one; set that to false, or remove the head"
+
+
+def _with_one(load: Path, copy: str, name: str, tensors: dict[str, LazyTensor], *, why: str) -> dict[str, LazyTensor]:
+    """Tensors without a second copy of one; UserError, with the reason, if the two differ."""
     if copy not in tensors:
         return tensors
     head = tensors.pop(copy)
     if name in tensors:
         table = tensors[name]
         if head.dtype != table.dtype:
-            raise UserError(
-                f"{load}: {copy} is of type {NAMES[head.dtype]} and {name} of {NAMES[table.dtype]}, although "
-                "tie_word_embeddings in config.json makes them one; set that to false, or remove the head"
-            )
+            raise UserError(f"{load}: {copy} is of type {NAMES[head.dtype]} and {name} of {NAMES[table.dtype]}, {why}")
 
         def read_both() -> Tensor:
             tensor = table.read()
             if not torch.equal(tensor, head.read()):
-                raise UserError(
-                    f"{load}: {copy} is not {name}, although tie_word_embeddings says so in config.json; set that to "
-                    "false, or remove the head"
-                )
+                raise UserError(f"{load}: {copy} is not {name}, {why}")
             return tensor
 
         return {**tensors, name: LazyTensor(table.shape, table.dtype, read_both)}
@@ -227,9 +227,11 @@ def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -
     sizes = Counter[torch.dtype]()
     for tensor in model.tensors.values():
         sizes[tensor.dtype] += nbytes_of(tensor)
+    copies = _tensors_of(model.description).written_copies(model.description.model)
+    tensors = model.tensors | {copy: model.tensors[name] for copy, name in copies.items() if name in model.tensors}
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers' name of it, from 4.56 on and before
     config[key] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     with new_folder(save, decisive=CONFIG) as partial:
-        write_folder(partial, model.tensors, max_shard_bytes=max_shard_bytes)
+        write_folder(partial, tensors, max_shard_bytes=max_shard_bytes)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer_files.copy(model.description.tokenizer_files, partial)

@@ -138,12 +138,21 @@ def megatron_name(name: str) -> str:
 
 
 def rules(description: Description) -> list[TensorRule]:
-    """Rules for all tensors of a model. UserError for a model that Megatron-LM cannot have."""
+    """Rules for all tensors of a model but those of multi-token prediction, which are neither read nor written.
+
+    UserError for a model that Megatron-LM cannot have.
+    """
     check_counterpart(description.model)
     tensor_rules: list[TensorRule] = []
-    for name, sharding in description.shardings().items():
+    for name, sharding in _main_shardings(description).items():
         tensor_rules += _of_experts(name, sharding) or [_rule(name, description.model)]
     return tensor_rules
+
+
+def _main_shardings(description: Description) -> dict[str, Sharding]:
+    """Shardings of all parameters but those of multi-token prediction."""
+    model = dataclasses.replace(description.model, mtp_num_layers=None)
+    return dataclasses.replace(description, model=model).shardings()
 
 
 def _of_experts(name: str, sharding: Sharding) -> list[TensorRule]:
@@ -185,7 +194,7 @@ def cuts(description: Description, *, padded_vocab_size: int, cuts_ways_down: bo
     `cuts_ways_down`: those to latents are cut, too, as in megatron-core's own layers.
     """
     shardings: dict[str, Sharding] = {}
-    for name, sharding in description.shardings().items():
+    for name, sharding in _main_shardings(description).items():
         if of_experts := _of_experts(name, sharding):
             one = expert_sharding(sharding) if len(sharding.shape) > 2 else sharding
             shardings |= {theirs: one for rule in of_experts for theirs in rule.theirs}

@@ -207,7 +207,11 @@ PARTS = {"lora": ("lora_A.weight", "lora_B.weight"), "ia3": ("ia3_l",)}
 
 
 def write(save: Path, adapter: SavedAdapter, description: Description, *, base: str) -> None:
-    """Write an adapter into a new folder that `PeftModel.from_pretrained` reads; `base` is the base's name there."""
+    """Write an adapter into a new folder that `PeftModel.from_pretrained` reads; `base` is the base's name there.
+
+    Without that of layers of multi-token prediction, which the model that PEFT wraps does not have.
+    """
+    description = replace(description, model=replace(description.model, mtp_num_layers=None))
     config, sections = adapter.config, adapter.sections
     tensors: dict[str, Tensor] = {}
     modules: list[str] = []

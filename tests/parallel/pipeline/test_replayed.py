@@ -66,7 +66,10 @@ def both(place: Place, flags: str) -> tuple[list[bool], int, int]:
     return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)], recorded, replayed
 
 
-@pytest.mark.parametrize("more", ["", "--bf16", "--reset-attention-mask --recompute-granularity full"])
+FURTHER = "--position-embedding-type rope --reset-position-ids --mtp-num-layers 2"
+
+
+@pytest.mark.parametrize("more", ["", "--bf16", "--reset-attention-mask --recompute-granularity full", FURTHER])
 def test_replayed_steps_are_the_eager_ones_bit_for_bit(more: str) -> None:
     same, recorded, replayed = both(Place(), f"{FOUR} 4 {more}")
     assert all(same)
