@@ -148,7 +148,7 @@ class _RingPlan:
     latents: LatentSizes | None = None
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each rank, its block as it travels, and as [2, B, kv, S/cp, H]; this rank's own first.
+        """Each rank, its block as it is sent, and as [2, B, kv, S/cp, H]; this rank's own first.
 
         The next block arrives while one is used. Of latents, k are these and v is W.
         """
