@@ -495,7 +495,7 @@ MEGATRONS = {
     "--moe-aux-loss-coeff 0.1 0.2": "refused: one loss balances the load at a time",
     "--moe-router-quantile-balancing-ema 0.1": "refused: use --moe-router-load-balancing-type seq_aux_loss",
     "--moe-router-topk-limited-devices 2": "refused: use --moe-router-num-groups with --moe-router-group-topk",
-    "--moe-apply-probs-on-input": "refused: the weights of experts are applied to their outputs",
+    "--moe-apply-probs-on-input --moe-router-topk 1 --moe-router-score-function sigmoid": "",
     "--moe-layer-recompute": "",
     "--moe-use-upcycling": "starts from a dense model, and none is given",
     "--moe-upcycling-granularity 2": "refused: each expert is a copy of the whole MLP",

@@ -219,9 +219,9 @@ def test_factors_that_are_missing_or_of_other_blocks_are_told(tmp_path: Path, sh
         hf.read(folder)
 
 
-def further_tensors() -> dict[str, Tensor]:
+def further_tensors(family: str = "deepseek_v3") -> dict[str, Tensor]:
     """A layer of multi-token prediction as it is published, after the two of the model."""
-    model = tensors_of_family("deepseek_v3")
+    model = tensors_of_family(family)
     generator = torch.Generator().manual_seed(9)
     shapes = {name.replace("layers.1", "layers.2"): x.shape for name, x in model.items() if "layers.1." in name}
     own = {"enorm": (D,), "hnorm": (D,), "eh_proj": (D, 2 * D), "shared_head.norm": (D,)}

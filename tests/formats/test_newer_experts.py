@@ -12,7 +12,7 @@ from expert_models import D, E, F, tensors_of_family, write_family
 from jobs import MOCK, steps_of, train_on_ranks
 from safetensors.torch import load_file, save_file
 from sweeps import some_of
-from test_deepseek import in_fp8
+from test_deepseek import further_tensors, in_fp8
 
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
@@ -245,13 +245,26 @@ def test_the_weights_of_a_minimax_in_fp8_are_read_block_by_block(tmp_path: Path)
         assert torch.equal(back[name], tensor), name
 
 
-def test_the_layer_of_multi_token_prediction_is_left_out_in_one_line(tmp_path: Path) -> None:
+def test_the_layer_of_multi_token_prediction_comes_back(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "theirs", "glm4_moe", num_nextn_predict_layers=1)
+    save_file(tensors_of_family("glm4_moe") | further_tensors("glm4_moe"), folder / FILE)
+    assert hf.describe(folder).model.num_depths == 1
+    to_ours(folder, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    before, after = (load_file(path / FILE) for path in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_a_layer_of_multi_token_prediction_that_config_does_not_count_is_left_out_in_one_line(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "theirs", "glm4_moe")
     further = {f"model.layers.2.{name}.weight": torch.ones(D) for name in ("enorm", "hnorm")}
     save_file(tensors_of_family("glm4_moe") | further, folder / FILE)
     lines = str(to_ours(folder, tmp_path / "ours")).splitlines()
     assert [line for line in lines if "multi-token" in line] == [
-        "left out on purpose: model.layers.2.enorm.weight and 1 more, of multi-token prediction, which is not there yet"
+        "left out on purpose: model.layers.2.enorm.weight and 1 more, of multi-token prediction, which the model is "
+        "read without"
     ]
 
 

@@ -230,8 +230,7 @@ def _tensors(model: ModelConfig, *, num_further: int = 0) -> Iterator[TensorRule
         yield from _layer_tensors(model, n, has_experts=has_experts)
     for n in range(model.num_layers, model.num_layers + num_further):
         yield from _layer_tensors(model, n, has_experts=model.expert_layers[-1])
-        for ours, theirs in _FURTHER.items():
-            yield from same_tensors(f"layers.{n}.{ours}", f"model.layers.{n}.{theirs}", bias=False)
+        yield from further_tensors(n)
     yield from same_tensors("final_norm", "model.norm", bias=False)
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
@@ -258,6 +257,12 @@ _FURTHER = {
     "final_norm": "shared_head.norm",
 }
 """What a layer of multi-token prediction has besides a layer."""
+
+
+def further_tensors(n: int) -> Iterator[TensorRule]:
+    """Rules of what layer number n of multi-token prediction has besides a layer."""
+    for ours, theirs in _FURTHER.items():
+        yield from same_tensors(f"layers.{n}.{ours}", f"model.layers.{n}.{theirs}", bias=False)
 
 
 def _v3_tensors(model: ModelConfig) -> Iterator[TensorRule]:

@@ -1,14 +1,17 @@
 """GLM-4.5: grouped queries with biases, RoPE on a part of each head, first layers dense, then experts as DeepSeek-V3's.
 
-Queries and keys may have a norm. Its module of next-token prediction stands in the files as DeepSeek's does.
+Queries and keys may have a norm. Its layer of multi-token prediction is in the files as DeepSeek's is.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.decoder import read_decoder, write_decoder
-from megatronish.formats.hf.deepseek import DEEPSEEK_V3, NAMES
+from megatronish.formats.hf.deepseek import DEEPSEEK_V3, NAMES, further_tensors
 from megatronish.formats.hf.experts import (
+    expert_tensors,
     read_experts,
     read_first_dense,
     read_groups,
@@ -17,7 +20,8 @@ from megatronish.formats.hf.experts import (
     write_sigmoids,
 )
 from megatronish.formats.hf.family import ConfigJson, ModelFamily, first_true
-from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, llama_tensors_with
+from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, llama_layer_tensors, llama_tensors
+from megatronish.formats.tensor_rule import TensorRule
 
 _TURNED, _BEST = 0.5, 2  # the part of a head that RoPE turns by default; scores that add up to a group's
 _GLM4_MOE = LLAMA_DEFAULTS | {
@@ -36,6 +40,7 @@ _GLM4_MOE = LLAMA_DEFAULTS | {
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
 }
 
 
@@ -52,6 +57,7 @@ def _read_glm4_moe(config: ConfigJson) -> dict[str, Any]:
         **read_groups(config, best=_BEST),
         "moe_router_topk_scaling_factor": None if factor == 1 else factor,
         "moe_shared_expert_intermediate_size": config.whole("moe_intermediate_size") * config.whole("n_shared_experts"),
+        "mtp_num_layers": config.whole("num_nextn_predict_layers", null=0, least=0) or None,
     }
 
 
@@ -70,7 +76,7 @@ def _write_glm4_moe(model: ModelConfig, seq_length: int) -> dict[str, Any]:
         **write_first_dense(model),
         "n_group": model.moe_router_num_groups or 1,
         "topk_group": model.moe_router_group_topk or 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.num_depths,
     }
 
 
@@ -78,13 +84,26 @@ def _lacks(model: ModelConfig) -> str | None:
     return first_true({"no shared expert": model.moe_shared_expert_intermediate_size is None})
 
 
+def _tensors(model: ModelConfig) -> Iterator[TensorRule]:
+    """Rules of all tensors, those of layers of multi-token prediction last."""
+    experts = partial(expert_tensors, names=NAMES)
+    yield from llama_tensors(model, experts)
+    for n in range(model.num_layers, model.num_all_layers):
+        yield from llama_layer_tensors(model, n, experts if model.expert_layers[-1] else None)
+        yield from further_tensors(n)
+
+
 GLM4_MOE = ModelFamily(
     "Glm4MoeForCausalLM",
     ROWS,
     _GLM4_MOE,
-    {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+    {
+        "num_local_experts": "n_routed_experts",
+        "num_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
     _read_glm4_moe,
     _write_glm4_moe,
     _lacks,
-    llama_tensors_with(NAMES)._replace(left_out=DEEPSEEK_V3.tensors.left_out),
+    DEEPSEEK_V3.tensors._replace(rules=_tensors),
 )

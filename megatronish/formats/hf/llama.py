@@ -131,32 +131,38 @@ def llama_tensors(
 
     `experts` are those of a layer with experts, `dense` is the name of an MLP.
     """
-    queries, keys = (heads * model.head_size for heads in (model.num_attention_heads, model.num_kv_heads))
     yield TensorRule("embedding.tokens.weight", ("model.embed_tokens.weight",))
-    for n in range(model.num_layers):
-        ours, theirs = f"layers.{n}", f"model.layers.{n}"
-        attention = f"{theirs}.self_attn"
-        yield from norm_tensors(model, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
-        yield from concatenated_tensors(
-            f"{ours}.attention.qkv",
-            [f"{attention}.{name}_proj" for name in "qkv"],
-            (queries, keys, keys),
-            bias=model.qkv_bias,
-        )
-        if model.qk_layernorm:
-            yield from same_tensors(f"{ours}.attention.q_norm", f"{attention}.q_norm", bias=False)
-            yield from same_tensors(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
-        yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.attention_bias)
-        yield from norm_tensors(model, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        if experts is None or not model.expert_layers[n]:
-            yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.{dense}", model.ffn_size, bias=model.mlp_bias)
-        else:
-            yield from experts(model, ours, theirs)
+    for n, has_experts in enumerate(model.expert_layers):
+        yield from llama_layer_tensors(model, n, experts if has_experts else None, dense=dense)
     yield from norm_tensors(model, "final_norm", "model.norm")
     if not model.tied:
         yield TensorRule("head.weight", (HEAD,))
     if model.add_output_bias:
         yield TensorRule("head.bias", ("lm_head.bias",))
+
+
+def llama_layer_tensors(
+    model: ModelConfig,
+    n: int,
+    experts: Callable[[ModelConfig, str, str], Iterator[TensorRule]] | None,
+    *,
+    dense: str = "mlp",
+) -> Iterator[TensorRule]:
+    """Rules of layer number n: an MLP of the name `dense`, or experts."""
+    queries, keys = (heads * model.head_size for heads in (model.num_attention_heads, model.num_kv_heads))
+    ours, theirs, attention = f"layers.{n}", f"model.layers.{n}", f"model.layers.{n}.self_attn"
+    yield from norm_tensors(model, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
+    names = [f"{attention}.{name}_proj" for name in "qkv"]
+    yield from concatenated_tensors(f"{ours}.attention.qkv", names, (queries, keys, keys), bias=model.qkv_bias)
+    if model.qk_layernorm:
+        yield from same_tensors(f"{ours}.attention.q_norm", f"{attention}.q_norm", bias=False)
+        yield from same_tensors(f"{ours}.attention.k_norm", f"{attention}.k_norm", bias=False)
+    yield from same_tensors(f"{ours}.attention.out", f"{attention}.o_proj", bias=model.attention_bias)
+    yield from norm_tensors(model, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
+    if experts is None:
+        yield from gated_mlp_tensors(f"{ours}.mlp", f"{theirs}.{dense}", model.ffn_size, bias=model.mlp_bias)
+    else:
+        yield from experts(model, ours, theirs)
 
 
 LLAMA_TENSORS = FamilyTensors("model", llama_tensors)
