@@ -444,5 +444,7 @@ def test_all_options_of_experts_have_a_place() -> None:
         "moe_z_loss_coeff",
         "moe_input_jitter_eps",
         "moe_router_force_load_balancing",
+        "moe_sparsemixer_eps",
+        "moe_apply_probs_on_input",
     }
     assert {field.name for field in fields(ExpertOptions)} == {*SAME_OF_EXPERTS, *others}

@@ -40,7 +40,7 @@ _GLM4_MOE = LLAMA_DEFAULTS | {
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
+    "num_nextn_predict_layers": 1,
 }
 
 
