@@ -107,6 +107,7 @@ _FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_
 CONFIGS |= {
     "glm4_moe": _COMMON
     | {
+        "num_nextn_predict_layers": 0,
         "architectures": ["Glm4MoeForCausalLM"],
         "head_dim": 8,
         "partial_rotary_factor": 0.5,
