@@ -58,9 +58,9 @@ from megatronish.layers.vocabulary import VocabParallelEmbedding as VocabParalle
 from megatronish.model.attention import Attention as Attention
 from megatronish.model.attention import CoreAttention as CoreAttention
 from megatronish.model.batch import MicroBatch as MicroBatch
+from megatronish.model.block import TransformerBlock as TransformerBlock
 from megatronish.model.context import Context as Context
 from megatronish.model.gpt import GPT as GPT
-from megatronish.model.gpt import TransformerBlock as TransformerBlock
 
 # Training
 from megatronish.objectives.objective import Objective as Objective

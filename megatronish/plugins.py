@@ -30,7 +30,7 @@ from megatronish.data.datasets import DATASETS
 from megatronish.data.sample import Dataset
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.family import FamilyTensors, ModelFamily
-from megatronish.model.gpt import BLOCKS
+from megatronish.model.block import BLOCKS
 from megatronish.objectives.pairs import AnyObjective
 from megatronish.objectives.table import OBJECTIVES
 from megatronish.optim.masters import Update

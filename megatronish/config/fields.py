@@ -48,6 +48,11 @@ class Field(NamedTuple):
         return get_args(kind) if get_origin(kind) is Literal else tuple(*tables)
 
     @property
+    def is_list_of_names(self) -> bool:
+        """Whether it takes several of its choices."""
+        return get_origin(self.type) is tuple and bool(self.choices)
+
+    @property
     def is_extensible(self) -> bool:
         """Whether the choices are the names of a table, to which plug-ins add."""
         return any(isinstance(mark, NamedIn) for mark in self.marks)
@@ -62,7 +67,7 @@ class Field(NamedTuple):
     def wants(self) -> str:
         """Allowed values in words, as in "num_layers must be a whole number such as 4"."""
         if self.choices:
-            return ("a list of " if get_origin(self.type) is tuple else "one of ") + one_of(self.choices)
+            return ("a list of " if self.is_list_of_names else "one of ") + one_of(self.choices)
         if self.is_extensible:
             return "a name that a plug-in registers (--plugin)"
         if get_origin(self.type) is tuple:

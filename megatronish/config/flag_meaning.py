@@ -69,10 +69,6 @@ class Settings(NamedTuple):
         return cls([], [], [], set(), [], [])
 
 
-LISTS = ("recompute_modules",)
-"""Fields that are lists of names."""
-
-
 def understand(
     found: Settings, *, name: str, values: tuple[str, ...], spelled: str, typed: bool, is_mock: bool = False
 ) -> None:
@@ -186,7 +182,7 @@ def _set_field(found: Settings, field: str, *, values: tuple[str, ...], spelled:
             found.invalid.add(field)
             return
         values = window
-    if field in LISTS:  # in quotation marks, or with commas
+    if FIELDS[field].is_list_of_names:  # in quotation marks, or with commas
         values = tuple(word for value in values for word in value.replace(",", " ").split())
     # 2. Values that are Megatron-LM's alone. A refused one is no setting, and the field is invalid: no rule may
     # complain about its default.
@@ -271,5 +267,11 @@ def _use(found: Settings, flag: Recognised, *, typed: bool) -> None:
 
 def _settings(pairs: Pairs, flag: Recognised, *, typed: bool) -> Iterable[Setting]:
     for field, value in pairs:
-        values = (flag.values[0],) if value == GIVEN else tuple(value.split()) if field in LISTS else (value,)
+        values = (
+            (flag.values[0],)
+            if value == GIVEN
+            else tuple(value.split())
+            if FIELDS[field].is_list_of_names
+            else (value,)
+        )
         yield Setting(field, values, flag.spelled, typed)

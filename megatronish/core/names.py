@@ -2,7 +2,7 @@
 
 A config is read, checked and costed without torch, and what a name stands for is often made of torch: so there are two
 tables of each kind. The one here has the names, their options and their costs; the one next to the code (`OPTIMIZERS`
-of optim/optimizer.py, `BLOCKS` of model/gpt.py, ...) has what is built. `megatronish/plugins.py` adds to both.
+of optim/optimizer.py, `BLOCKS` of model/block.py, ...) has what is built. `megatronish/plugins.py` adds to both.
 """
 
 import math

@@ -35,8 +35,9 @@ from megatronish.layers.recompute import Recompute
 from megatronish.layers.weight_gradients import WeightGradients, add_in_place
 from megatronish.model.adapters import DEFAULT, add_adapters, is_adapter
 from megatronish.model.batch import MicroBatch
+from megatronish.model.block import MakeBlock
 from megatronish.model.compiled import compile_layers, why_not_compiled
-from megatronish.model.gpt import Execution, MakeBlock
+from megatronish.model.gpt import Execution
 from megatronish.model.quantised import form_of, quantise_base
 from megatronish.objectives.ahead import MultiTokenPrediction
 from megatronish.objectives.masked import SentenceObjective

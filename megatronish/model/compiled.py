@@ -26,9 +26,9 @@ from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm
 from megatronish.layers.product import DENSE
 from megatronish.layers.shared_heads import KeyValueHeads
 from megatronish.model.attention import Attention, CoreAttention
+from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
-from megatronish.model.gpt import TransformerBlock
 from megatronish.model.latent_attention import LatentAttention
 from megatronish.ops.compiled import compile_function
 from megatronish.ops.library import accumulation_dtype

@@ -32,8 +32,9 @@ from megatronish.layers.vocabulary import (
 )
 from megatronish.model.attention import CoreAttention
 from megatronish.model.batch import MicroBatch
+from megatronish.model.block import MakeBlock, restoring_norm
 from megatronish.model.context import Context
-from megatronish.model.gpt import GPT, Embedding, MakeBlock, ModelChunk, restoring_norm
+from megatronish.model.gpt import GPT, Embedding, ModelChunk
 from megatronish.model.mlp import MLP
 from megatronish.model.routing import Tally
 from megatronish.parallel.mesh import TensorParallel

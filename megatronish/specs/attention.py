@@ -1,6 +1,6 @@
 """Spec of attention: its heads and windows, and what follows from them in parameters, FLOPs, memory and exchange.
 
-A new kind of attention is a spec with these methods, a module, and a line in `ATTENTIONS` (model/gpt.py).
+A new kind of attention is a spec with these methods, a module, and a line in `ATTENTIONS` (model/block.py).
 
 What a layer keeps for its backward is in its cost row: with flash attention and without dropout masks, which are
 computed again, 32 s b h bytes a layer for a GPT in bf16 (Korthikanti et al. 2022, arXiv:2205.05198, section 4). A GPU
@@ -104,7 +104,7 @@ class AttentionSpec:
     """Self-attention: N query heads and K key/value heads of size H; grouped queries where K < N."""
 
     kind: ClassVar[str] = "heads"
-    """Key in `ATTENTIONS` of model/gpt.py."""
+    """Key in `ATTENTIONS` of model/block.py."""
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -266,8 +266,8 @@ class AttentionSpec:
     # Memory
 
     def projected(self, run: AttentionRun) -> float:
-        """Bytes of queries, keys and values as the core reads them."""
-        return run.size.feature * sum(self.sections.values())
+        """Bytes of queries, keys and values that `mla_up_proj` computes again: only latents are what they come from."""
+        return 0.0
 
     def kept_of_others(self, run: AttentionRun) -> float:
         """Bytes of keys and values that a rank keeps of those with which it shares a head."""

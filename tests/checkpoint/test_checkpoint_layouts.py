@@ -20,7 +20,7 @@ from megatronish.config.read import read_config
 from megatronish.core.layout import Layout
 from megatronish.data.mock import MockSamples
 from megatronish.launch.place import Place
-from megatronish.model.gpt import MakeBlock, TransformerBlock
+from megatronish.model.block import MakeBlock, TransformerBlock
 from megatronish.parallel.mesh import Mesh, leave
 from megatronish.parallel.sharding import Piece
 from megatronish.train.checkpoint_state import tensors_of

@@ -12,7 +12,7 @@ from jobs import run_job, started, tiny, train_on_ranks
 from ranks import wait_until
 
 from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.model.gpt import TransformerBlock
+from megatronish.model.block import TransformerBlock
 from megatronish.parallel.mesh import Mesh
 from megatronish.report.plot import read_lines
 from megatronish.train.hooks.goodput import Ledger

@@ -14,7 +14,7 @@ import torch
 from megatronish.checkpoint.storage import CheckpointWriter
 from megatronish.engine.engine import Engine
 from megatronish.launch import terminal
-from megatronish.model.gpt import TransformerBlock
+from megatronish.model.block import TransformerBlock
 from megatronish.parallel import comm
 from megatronish.train import run as training
 from megatronish.train.hooks.evaluate import Evaluate

@@ -11,7 +11,7 @@ from paths import ROOT
 from megatronish.core.names import BLOCK_NAMES, DATASET_NAMES, HOOK_NAMES, OBJECTIVE_NAMES, OPTIMIZER_NAMES
 from megatronish.data.datasets import DATASETS
 from megatronish.formats.hf.families import FAMILIES
-from megatronish.model.gpt import BLOCKS
+from megatronish.model.block import BLOCKS
 from megatronish.objectives.table import OBJECTIVES
 from megatronish.optim.optimizer import OPTIMIZERS
 from megatronish.parallel.schedules.table import SCHEDULES

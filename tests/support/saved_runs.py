@@ -17,7 +17,7 @@ from megatronish.config.read import read_config
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.model.gpt import MakeBlock, TransformerBlock
+from megatronish.model.block import MakeBlock, TransformerBlock
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.sharding import Piece
 from megatronish.train.run import start_mesh

@@ -4,33 +4,19 @@ The one process computes nothing again.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from comparison import assert_equal_to_serial
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
 from problem import Problem
+from test_latent_equal_serial import LATENT
 from theorem_cases import adapted_problem_of, choices, name_of, problem_of, spread_of
 
 from megatronish.config.sections.training import RecomputeConfig, RecomputeModule
 from megatronish.core.layout import Layout
 
 DENSE: tuple[RecomputeModule, ...] = ("core_attn", "layernorm", "mlp")
-LATENT: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "group_query_attention": False,
-    "num_query_groups": None,
-    "q_lora_rank": 7,
-    "kv_lora_rank": 6,
-    "qk_head_dim": 4,
-    "qk_pos_emb_head_dim": 2,
-    "v_head_dim": 5,
-    "qk_layernorm": True,
-    "disable_bias_linear": True,
-    "add_attention_bias": False,
-    "add_mlp_bias": False,
-}
 CASES: list[tuple[tuple[RecomputeModule, ...], Layout, Chosen]] = [
     (DENSE, Layout(tp=2), {"family": "gpt2", "sequence_parallel": True, "dropout": 0.1}),
     (DENSE, Layout(tp=2), {"family": "llama", "sequence_parallel": False}),
@@ -64,7 +50,11 @@ def case_of(layout: Layout, given: Chosen) -> Chosen:
 
 
 def latent(problem: Problem, given: Chosen) -> Problem:
-    return replace(problem, model=replace(problem.model, **LATENT)) if given["family"] == "latent" else problem
+    return (
+        replace(problem, model=replace(problem.model, **LATENT, q_lora_rank=7))
+        if given["family"] == "latent"
+        else problem
+    )
 
 
 def ids(cases: list[tuple[tuple[RecomputeModule, ...], Layout, Chosen]]) -> list[str]:

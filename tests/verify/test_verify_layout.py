@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatronish.commands import verify as verify_layout
 from megatronish.layers.norm import Norm
+from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
-from megatronish.model.gpt import TransformerBlock
 from megatronish.parallel.sharding import Sharding
 from megatronish.verify.verify import Trace, compare
 

@@ -24,7 +24,7 @@ from megatronish.config.read import read_config
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
-from megatronish.model.gpt import TransformerBlock
+from megatronish.model.block import TransformerBlock
 from megatronish.parallel.data_parallel import units
 from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.report.statistics import num_zeros, params_norm

@@ -30,8 +30,8 @@ from megatronish.data.mock import MockSamples
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
+from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
-from megatronish.model.gpt import TransformerBlock
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, Domain, Mesh, new_axis
 from megatronish.parallel.sharding import Cut, Init, Sharding

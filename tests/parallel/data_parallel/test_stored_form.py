@@ -22,7 +22,7 @@ from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.layers.linear import LinearLayer
 from megatronish.layers.product import Product
-from megatronish.model.gpt import TransformerBlock
+from megatronish.model.block import TransformerBlock
 from megatronish.parallel.sharding import Sharding
 from megatronish.report.statistics import params_norm
 from megatronish.train.checkpoint_state import tensors_of
