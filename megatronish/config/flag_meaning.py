@@ -267,11 +267,6 @@ def _use(found: Settings, flag: Recognised, *, typed: bool) -> None:
 
 def _settings(pairs: Pairs, flag: Recognised, *, typed: bool) -> Iterable[Setting]:
     for field, value in pairs:
-        values = (
-            (flag.values[0],)
-            if value == GIVEN
-            else tuple(value.split())
-            if FIELDS[field].is_list_of_names
-            else (value,)
-        )
+        given = flag.values[0] if value == GIVEN else value
+        values = tuple(given.split()) if FIELDS[field].is_list_of_names else (given,)
         yield Setting(field, values, flag.spelled, typed)

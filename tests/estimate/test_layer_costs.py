@@ -22,7 +22,8 @@ from megatronish.layers.linear import split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.model.attention import CoreAttention
 from megatronish.model.batch import MicroBatch, TokensAhead
-from megatronish.model.gpt import GPT, Execution, TransformerBlock
+from megatronish.model.block import TransformerBlock
+from megatronish.model.gpt import GPT, Execution
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.sharding import collect_shardings, initialize
 from megatronish.specs.costs import Count, LayerCost, LinearShape

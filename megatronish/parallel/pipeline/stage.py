@@ -9,7 +9,8 @@ import torch
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.model.gpt import GPT, Execution, MakeBlock, ModelChunk
+from megatronish.model.block import MakeBlock
+from megatronish.model.gpt import GPT, Execution, ModelChunk
 from megatronish.model.table import MODELS
 from megatronish.parallel.mesh import Mesh, TensorParallel
 from megatronish.parallel.schedules.plan import StageChunk
