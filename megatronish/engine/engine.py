@@ -101,7 +101,7 @@ class Engine:
         """
         mesh, names, shapes = self.mesh, self.objective.names, self.balancing.shapes
         weight, scale = weight_of(micro_batches, self.objective, mesh), self.rule.loss_scale.scale
-        local = with_factors(self._local(micro_batches, num_depths=self.stage.model.config.num_depths), mesh)
+        local = with_factors(self._local(micro_batches, num_depths=self.stage.model.num_depths), mesh)
         self.data_parallel.zero()
         num_sequences = mesh.dp.size * sum(len(batch.tokens) for batch in micro_batches)
         with self.balancing.of_step(num_sequences, seq_length=micro_batches[0].tokens.shape[1], loss_scale=scale):

@@ -142,6 +142,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
+        self.num_depths = config.num_depths  # of multi-token prediction, which each step asks for
         self.tp, self.execution = tp or TensorParallel(), execution or Execution()
         self.balance: Balance | None = None  # of the step at work: engine/balancing.py sets it
         self.record: RankRecord | None = None  # of this rank, which is shown the layer at work: engine/build.py sets it
@@ -290,7 +291,7 @@ class GPT(nn.Module):
     ) -> tuple[Context, Dropout | None]:
         """What the layers of a forward read, and their dropout."""
         context = self._context(batch, cache=cache, tally=tally)
-        return context, None if step is None else self._dropout(step, batch, chunk)
+        return context, None if step is None or not self._draws() else self._dropout(step, batch, chunk)
 
     def _through_chunk(self, x: Tensor | None, context: Context, dropout: Dropout | None, chunk: int) -> Tensor:
         if x is None:
@@ -315,6 +316,12 @@ class GPT(nn.Module):
             cache=cache,
             tally=tally,
         )
+
+    def _draws(self) -> bool:
+        """Whether a pass of training draws random numbers: for dropout, also of adapters, or in a router."""
+        config = self.config
+        rates = (config.hidden_dropout, config.attention_dropout, config.moe_input_jitter_eps)
+        return any(rates) or config.moe_router_force_load_balancing or bool(self.adapter_sites)
 
     def _dropout(self, step: int, batch: MicroBatch, chunk: int) -> Dropout:
         """Dropout of the chunk's layers, and of the embedding, which layer 0 names."""
