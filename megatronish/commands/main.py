@@ -26,6 +26,7 @@ NEEDED = (
     "tokenizers",
     "tensorboard",
     "tqdm",
+    "rich",
     "matplotlib",
     "tyro",
 )
@@ -199,6 +200,8 @@ COMMANDS = {
     "verify": Command("train", "verify", "check that a layout trains the same model as one process"),
     "plan": Command("train", "plan", "find the layouts for a model and a machine, with time and memory"),
     "draw": Command("train", "draw", "draw a pipeline schedule, planned or recorded"),
+    "watch": Command("train", "report", "show a run while it trains, on the terminal and as a page", "main_watch"),
+    "report": Command("train", "report", "write a page of runs: curves, layout, memory, time, events", "main_report"),
     "bench-collectives": Command("train", "bench_collectives", "measure the links of a layout, or compare its ranks"),
     "collect-corpus": Command("data", "collect_corpus", "collect a small text corpus that every machine has"),
     "train-tokenizer": Command("data", "train_tokenizer", "train a SentencePiece tokenizer on JSON lines"),

@@ -56,6 +56,7 @@ def _loss(tag: str) -> Callable[[float], str]:
 
 
 EXPERTS_FILE = "experts.jsonl"
+RANK_TIMES = "ranks.jsonl"
 """File of a run folder: tokens of each expert, which are too many for the table that metrics.jsonl is."""
 METRICS: dict[str, Metric] = {
     metric.name: metric

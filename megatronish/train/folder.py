@@ -62,6 +62,7 @@ FILES = (
     "metrics.jsonl",
     "evaluations.jsonl",
     "experts.jsonl",
+    *("ranks.jsonl", "report.html"),
     *("goodput.json", "goodput.new", "health.json", "health.new", "forecast.json", "report.md"),
     "loss.png",
     "latest",

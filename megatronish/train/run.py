@@ -316,10 +316,12 @@ def draw_curves(folder: Path) -> None:
     """
     try:
         # matplotlib takes a second to import: the others, and the start, need not wait for it.
+        from megatronish.report.page.write import PAGE, write_page
         from megatronish.report.plot import plot_experts, plot_run
 
         plot_experts(folder)
         plot_run(folder)
+        write_page([folder], folder / PAGE)
     except ImportError as error:
         print(f"the curves were not drawn: {no_matplotlib(error)}", file=sys.stderr)
     except Exception as error:

@@ -76,7 +76,7 @@ def test_the_help_of_a_command_names_the_command(words: list[str], capsys: pytes
         (["train_tokenizer"], "train_tokenizer is not a command; did you mean megatronish train-tokenizer?"),
         (["xyzzy"], "xyzzy is not a command; megatronish --help lists the commands"),
         (["--config", "demo"], "--config is not a command; the command comes first: megatronish pretrain --config ..."),
-        (["report", "--lr", "1"], "report is not a command; "),
+        (["summary", "--lr", "1"], "summary is not a command; "),
     ],
 )
 def test_an_unknown_command_is_refused_in_a_sentence(words: list[str], sentence: str) -> None:
@@ -86,7 +86,7 @@ def test_an_unknown_command_is_refused_in_a_sentence(words: list[str], sentence:
 
 
 def test_exit_statuses_are_those_of_the_commands() -> None:
-    refused = megatronish("report")
+    refused = megatronish("summary")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.count("\n") == 1
     assert megatronish("draw", "--stages", "0").returncode == 2

@@ -142,7 +142,7 @@ def test_a_run_leaves_its_logs_its_curve_and_its_config(run_dir: Path, data: str
         "forecast.json",
         "goodput.json",
         "health.json",
-        "report.md",
+        *("report.md", "report.html"),
         *(".lock", "checkpoints", "config.toml", "evaluations.jsonl", "logs", "loss.png", "metrics.jsonl"),
         *("printed", "tensorboard"),
     }

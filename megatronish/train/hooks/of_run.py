@@ -11,7 +11,7 @@ from megatronish.core.aside import Aside
 from megatronish.engine.engine import Engine
 from megatronish.estimate.planner.forecast import forecast
 from megatronish.parallel.mesh import Mesh
-from megatronish.report.metrics import Console
+from megatronish.report.metrics import RANK_TIMES, Console
 from megatronish.report.statistics import num_zeros, params_norm
 from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.hooks.evaluate import Evaluate
@@ -53,7 +53,8 @@ def hooks_of_run(
             hooks.append(_forecast(job, folder))
     limits, has_peers = config.resilience, mesh.world.size > 1
     if limits.straggler_interval and has_peers:
-        hooks.append(Stragglers(mesh, interval=limits.straggler_interval, ratio=limits.straggler_ratio))
+        times = folder and folder / RANK_TIMES
+        hooks.append(Stragglers(mesh, interval=limits.straggler_interval, ratio=limits.straggler_ratio, file=times))
     if mesh.is_main:
         hooks.append(Health(config.run_dir))
     hooks.append(_log(job, engine, trackers, goodput))

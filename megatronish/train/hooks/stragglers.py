@@ -12,9 +12,11 @@ window, and read after it. What `fully_shard` sends (ZeRO-3) is not seen, so the
 A rank on which this fails sends no number in the place of its own time, and all ranks compare no more.
 """
 
+import json
 import socket
 from collections import defaultdict, deque
 from math import isnan, nan
+from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
@@ -91,10 +93,13 @@ class DeviceWaits:
 
 
 class Stragglers(Hook):
-    """Report of ranks that are slower than their peers, printed when it begins and when it ends."""
+    """Report of ranks that are slower than their peers, printed when it begins and when it ends.
 
-    def __init__(self, mesh: Mesh, *, interval: int, ratio: float) -> None:
-        self.mesh, self.interval, self.ratio = mesh, interval, ratio
+    Own times of all ranks become a line of `file` on the main rank.
+    """
+
+    def __init__(self, mesh: Mesh, *, interval: int, ratio: float, file: Path | None = None) -> None:
+        self.mesh, self.interval, self.ratio, self.file = mesh, interval, ratio, file
         self.slow: dict[int, int] = {}
         """The step since which a rank is slow, by rank; the same on every rank."""
         self._own: list[float] = []
@@ -156,6 +161,9 @@ class Stragglers(Hook):
             self._leave_out()
             return
         with self._aside.guard():
+            if self.file is not None:
+                with self.file.open("a") as lines:
+                    lines.write(json.dumps({"step": record.step, "seconds": [round(own, 6) for own in times]}) + "\n")
             for line in self.compare(times, step=record.step):
                 if self.mesh.is_main:
                     tqdm.write(line)
