@@ -46,6 +46,7 @@ from megatronish.inference.generate import GeneratedToken as GeneratedToken
 from megatronish.inference.generate import Sampling as Sampling
 from megatronish.inference.generate import generate as generate
 from megatronish.inference.load import load_model as load_model
+from megatronish.language_model import LanguageModel as LanguageModel
 
 # Ranks
 from megatronish.launch.place import Place as Place

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from chat_models import write_chat_model
 from paths import GOLDEN, ROOT
 from public_api import MODULES, public_api
 from scripts import run_code
@@ -62,6 +63,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     assert len(EXAMPLES) == len(re.findall("^## ", PAGE, re.MULTILINE)), "each group has an example"
+    write_chat_model(tmp_path / "models" / "base")
     # Each in names of its own, and one after the other: one reads what another has written.
     smaller = [example.replace('"--mock-data"', SMALLER) for example in EXAMPLES]
     code = "".join(f"exec({example!r}, {{'__name__': '__main__'}})\n" for example in smaller)

@@ -55,6 +55,7 @@ ROWS = (
     ("train",),
     ("inference", "plugins", "dry_run", "verify"),
     ("commands",),
+    ("language_model",),
     ("__main__",),
 )
 ROW_OF = {part: number for number, row in enumerate(ROWS) for part in row}
