@@ -50,8 +50,9 @@ class ConvertArguments:
     """Megatron-LM: write the names that this implementation of it has. Derived: transformer_engine."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Store weights in this type. Derived: the one they come in."""
-    allow_unmatched: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Leave out tensors that have no counterpart, instead of ending with an error."""
+    allow_unmatched: tuple[str, ...] | None = None
+    """Leave out tensors that have no counterpart, instead of ending with an error: all, or those that are named,
+    also by patterns such as *.inv_freq."""
     prove: bool = False
     """Read --save again and compare it bit by bit; with Hugging Face, compare logits with those of transformers."""
     max_shard_bytes: int | None = None
@@ -98,7 +99,7 @@ def run(arguments: ConvertArguments) -> int:
         reading=reading,
         writing={name: value for name, value in writing.items() if value is not None},
         dtype=dtype,
-        allow_unmatched=arguments.allow_unmatched,
+        allow_unmatched=arguments.allow_unmatched is not None and (arguments.allow_unmatched or True),
         adapter=arguments.adapter,
     )
     print(report)

@@ -6,7 +6,7 @@ is read when the writer of the target asks for it. Tensors without a counterpart
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from megatronish.core.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.adapters import merged, read_native
 from megatronish.formats.hf import tensors as hf
-from megatronish.formats.load_sharded import check_source, check_target
+from megatronish.formats.load_sharded import Allowed, check_source, check_target
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.megatron.torch_dist import write as torch_dist
 from megatronish.formats.peft import folder as peft
@@ -99,7 +99,16 @@ class Report:
             lines.append(f"left out on purpose: {first}{more}, {reason}")
         lines += [f"left out, without a counterpart of ours: {name}" for name in self.unmatched_in]
         lines += [f"left out, without a counterpart in the target: {name}" for name in self.unmatched_out]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._table()])
+
+    def _table(self) -> Iterator[str]:
+        """Numbers of tensors. A target whose tensors were not all given is an error, and never comes so far."""
+        unused = len(self.unmatched_in) + len(self.unmatched_out)
+        counts = {"in": self.tensors_in, "out": self.tensors_out, "left out on purpose": len(self.left_out)}
+        counts |= {"unused": unused, "unset": 0}
+        width = max(map(len, counts))
+        for name, count in counts.items():
+            yield f"  {name:{width}}  {count:>7,}"
 
 
 def convert(
@@ -111,14 +120,14 @@ def convert(
     reading: Mapping[str, Any] | None = None,
     writing: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
-    allow_unmatched: bool = False,
+    allow_unmatched: Allowed = False,
     adapter: Path | None = None,
 ) -> Report:
     """Convert the model in `load`, of format `source`, to the folder `save`, of format `target`.
 
     `dtype` is that of all tensors written; None keeps each tensor's own. `adapter` is merged into the weights.
-    UserError, before anything is written, for a tensor without a counterpart (`allow_unmatched` leaves it out) or of
-    another shape than the model says.
+    UserError, before anything is written, for a tensor without a counterpart (`allow_unmatched` leaves all of them out,
+    or those of these names) or of another shape than the model says.
     """
     start = time.perf_counter()
     _check_options(source, FORMATS[source].reads, reading or {}, verb="read")

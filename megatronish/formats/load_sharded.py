@@ -16,7 +16,8 @@ not among them: they keep the initial values that a run draws for them by name. 
 sum to one, the first output is that of the dense model (Komatsuzaki et al. 2023, arXiv:2212.05055).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -81,15 +82,25 @@ def _fill(target: GlobalTensor, tensor: LazyTensor) -> None:
         release(target.local)
 
 
-def check_source(load: Path, description: Description, ours: Translated, *, allow_unmatched: bool) -> None:
+Allowed = bool | Sequence[str]
+"""Whether tensors without a counterpart may be left out; or the names of those that may, or patterns like *.bias."""
+
+
+def refused_of(left_over: Sequence[str], allowed: Allowed) -> list[str]:
+    """Tensors that are left over and may not be."""
+    patterns = ("*" if allowed else "",) if isinstance(allowed, bool) else allowed
+    return [name for name in left_over if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def check_source(load: Path, description: Description, ours: Translated, *, allow_unmatched: Allowed) -> None:
     """Check that the tensors are exactly the parameters of the model, in their shapes; UserError if not."""
     shardings = description.shardings()
     missing = ours.missing or tuple(name for name in shardings if name not in ours.tensors)
     if missing:
         raise UserError(f"{load} lacks {list_names(missing)}, which its model has; fetch it again, whole")
-    if ours.left_over and not allow_unmatched:
+    if refused := refused_of(ours.left_over, allow_unmatched):
         raise UserError(
-            f"{load} holds {list_names(ours.left_over)}, of which the model knows nothing; megatronish convert "
+            f"{load} holds {list_names(refused)}, of which the model knows nothing; megatronish convert "
             "--allow-unmatched leaves that out"
         )
     for name, tensor in ours.tensors.items():
@@ -100,19 +111,17 @@ def check_source(load: Path, description: Description, ours: Translated, *, allo
             )
 
 
-def check_target(target: str, converted: Translated, *, allow_unmatched: bool) -> None:
+def check_target(target: str, converted: Translated, *, allow_unmatched: Allowed) -> None:
     """Check that all our tensors go into the target, and that all of the target are there; UserError if not."""
-    if converted.left_over and not allow_unmatched:
-        raise UserError(
-            f"{target} has no place for {list_names(converted.left_over)}; --allow-unmatched leaves that out"
-        )
+    if refused := refused_of(converted.left_over, allow_unmatched):
+        raise UserError(f"{target} has no place for {list_names(refused)}; --allow-unmatched leaves that out")
     if converted.missing:
         raise UserError(
             f"{target} needs {list_names(converted.missing)}, which the model does not have; it is of another family"
         )
 
 
-def list_names(names: tuple[str, ...]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """At most three names, and how many more there are."""
     more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

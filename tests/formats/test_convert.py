@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -239,6 +240,7 @@ def test_the_tool_tells_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixtur
     ours, sharded = tmp_path / "ours", tmp_path / "sharded"
     output = told(Arguments("hf", "megatronish", HF / "llama", ours, dtype="bfloat16"), capsys)
     assert "21 tensors in, 15 tensors out: 1,688 parameters, 3.4 kB in" in output
+    assert re.search(r"^  in +21\n  out +15\n  left out on purpose +0\n  unused +0\n  unset +0$", output, re.MULTILINE)
     assert "the optimizer's state and the order of the data start from the beginning" in output
     assert f"saved {ours}" in output
     told(Arguments("megatronish", "hf", ours, sharded, ckpt_step=0, max_shard_bytes=2000), capsys)

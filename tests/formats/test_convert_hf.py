@@ -5,6 +5,7 @@ it. The real transformers is asked in tests/peers/test_transformers.py.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from paths import GOLDEN
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatronish.commands.main import run
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats import native
@@ -198,6 +200,19 @@ def test_what_is_unmatched_is_left_out_where_that_is_allowed(tmp_path: Path) -> 
     report = convert(folder, tmp_path / "ours", source="hf", target="megatronish", allow_unmatched=True)
     assert report.unmatched_in == ("extra",)
     assert "left out, without a counterpart of ours: extra" in str(report)
+    assert re.search(r"^  unused +1\n  unset +0$", str(report), re.MULTILINE)
+
+
+def test_only_what_is_named_may_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"extra.bias": torch.ones(2), "more.bias": torch.ones(2), "more.weight": torch.ones(2)}
+    folder = copy_of("llama", tmp_path / "theirs", lambda tensors: tensors.update(more))
+    words = ["convert", "--from", "hf", "--to", "megatronish", "--load", str(folder), "--save", str(tmp_path / "ours")]
+    assert run([*words, "--allow-unmatched", "*.bias"]) == 2
+    told = capsys.readouterr().err
+    assert "holds more.weight, of which the model knows nothing" in told and "bias" not in told
+    assert run([*words, "--allow-unmatched", "*.bias", "more.weight"]) == 0
+    assert re.search("^  unused +3$", capsys.readouterr().out, re.MULTILINE)
+    assert run([*words[:-1], str(tmp_path / "all"), "--allow-unmatched"]) == 0
 
 
 def test_what_transformers_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:
