@@ -76,6 +76,7 @@ RULES = (
     *optimizer.LENGTH_RULES,
     *run.RECORD_RULES,
     *optimizer.RATE_RULES,
+    *optimizer.CLIP_RULES,
     *training.PRECISION_RULES,
     *training.CUDA_GRAPH_RULES,
     *optimizer.WEIGHT_DECAY_RULES,

@@ -77,11 +77,18 @@ class Config:
     def sends_latents(self) -> bool:
         """Whether latents go round a ring over cp in the place of keys and values, as they are smaller.
 
-        The weight that makes heads of them must then be there as it is, and have its gradient at once.
+        The weight that makes heads of them must then be there as it is, and have its gradient at once. The largest
+        logits are those of keys.
         """
         layout, parallel = self.layout, self.parallel
         goes_round = layout.cp > 1 and parallel.cp_comm_type == "p2p" and self.model.has_small_latents(layout.tp)
-        return goes_round and not self.adapter.is_used and not SCHEDULES[parallel.schedule].has_weight_gradients
+        has_others = self.adapter.is_used or self.measures_logits
+        return goes_round and not has_others and not SCHEDULES[parallel.schedule].has_weight_gradients
+
+    @property
+    def measures_logits(self) -> bool:
+        """Whether the largest logits of attention are measured in training."""
+        return self.optimizer.qk_clip or self.log.log_max_attention_logit
 
     @property
     def save_place(self) -> str:

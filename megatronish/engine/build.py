@@ -29,6 +29,7 @@ from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.engine.engine import Engine
 from megatronish.engine.forward import PairPreparation, Scorer, SentencePreparation, run_chunk
+from megatronish.engine.qk_clip import QKClip
 from megatronish.engine.results import UpdateRule
 from megatronish.layers.linear import split_backward
 from megatronish.layers.recompute import Recompute
@@ -146,6 +147,8 @@ def build_engine(
     executor = build_executor(config, stage, mesh, objective, weight_gradients)
     replaying = with_graphs(config, executor, mesh)
     engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule_of(config))
+    if trainable is not nothing:
+        engine.qk_clip = QKClip.of(config, stage.model, mesh)
     if trainable is not nothing and (outer := OuterSettings.of(config.parallel)) is not None:
         engine.outer = OuterOptimizer(optimizer.masters, learning, mesh.domains, outer, device=mesh.device)
     if isinstance(objective, PairObjective):

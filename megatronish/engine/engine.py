@@ -12,6 +12,7 @@ import torch
 
 from megatronish.engine.balancing import Balancing
 from megatronish.engine.forward import Preparation, on_rank, weight_of, with_factors
+from megatronish.engine.qk_clip import QKClip
 from megatronish.engine.results import GradientArrivals, StepResult, Totals, UpdateRule, Votes, no_votes, reduce_sums
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, metrics_of
@@ -25,7 +26,6 @@ from megatronish.parallel.pipeline.cuda_graph import ReplayingExecutor
 from megatronish.parallel.pipeline.executor import Executor, Observer, meet_stages
 from megatronish.parallel.pipeline.stage import ModelStage
 from megatronish.parallel.ranges import OPTIMIZER, marked
-from megatronish.parallel.schedules.plan import Action
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Engine:
     preparation: Preparation | None = field(default=None, init=False)
     reference: "Engine | None" = field(default=None, init=False)
     outer: OuterOptimizer | None = field(default=None, init=False)
+    qk_clip: QKClip = field(default_factory=QKClip, init=False)
     island_norm: float = field(default=0.0, init=False)  # of the last gradient, on the ranks of an island alike
     observers: list[Observer] = field(default_factory=list, init=False)
     meets_stages: bool = field(default=False, init=False)  # in this step, on all ranks alike: for a profile
@@ -85,6 +86,7 @@ class Engine:
                     decoupled_learning_rate=decoupled_learning_rate,
                     momentum=momentum,
                 )
+                self.qk_clip.end_step(self.stage.model, self.optimizer)
             self.balancing.end_step(result.expert_load)
         joins = self.outer is not None and self.outer.step_if_due(num_steps_done + 1, is_last=is_last)
         if joins or not result.skipped:
@@ -95,18 +97,16 @@ class Engine:
     def gradients(
         self, micro_batches: Sequence[MicroBatch], *, num_steps_done: int, votes: Votes = no_votes
     ) -> StepResult:
-        """Forward and backward: afterwards each data rank holds its part of the summed gradient of loss / weight.
-
-        It is multiplied by the loss scale, which `clip` takes out again.
-        """
+        """Forward and backward: each data rank then has its part of the gradient of loss scale x loss / weight."""
         mesh, names, shapes = self.mesh, self.objective.names, self.balancing.shapes
         weight, scale = weight_of(micro_batches, self.objective, mesh), self.rule.loss_scale.scale
         local = with_factors(self._local(micro_batches, num_depths=self.stage.model.num_depths), mesh)
         self.data_parallel.zero()
+        self.qk_clip.begin()
         num_sequences = mesh.dp.size * sum(len(batch.tokens) for batch in micro_batches)
         with self.balancing.of_step(num_sequences, seq_length=micro_batches[0].tokens.shape[1], loss_scale=scale):
             sums = self.executor.run(
-                self._actions(len(micro_batches)),
+                self.stage.stages.actions(mesh.pp.rank, len(micro_batches)),
                 local,
                 step=num_steps_done,
                 loss_scale=scale / max(weight, 1),
@@ -121,6 +121,7 @@ class Engine:
         totals = reduce_sums(sums, votes(), norm, weight=weight, objective=names, model=shapes, mesh=mesh)
         metrics = metrics_of(self.objective, totals.objective, weight=totals.weight)
         metrics |= self.balancing.metrics(totals.model, num_sequences=mesh.islands.size * num_sequences)
+        metrics |= self.qk_clip.metrics(mesh)
         grad_norm = totals.mean_norm / scale
         origin = self.balancing.not_finite(sums, totals.model, mesh)
         self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1, origin=origin)
@@ -136,7 +137,8 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Totals:
         """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
-        forwards = [action for action in self._actions(len(micro_batches)) if action.kind == "F"]
+        actions = self.stage.stages.actions(self.mesh.pp.rank, len(micro_batches))
+        forwards = [action for action in actions if action.kind == "F"]
         sums = self.executor.run(forwards, self._local(micro_batches), step=None)
         weight = weight_of(micro_batches, self.objective, self.mesh)
         totals = reduce_sums(sums, {}, weight=weight, objective=self.objective.names, model={}, mesh=self.mesh)
@@ -145,6 +147,3 @@ class Engine:
     def _local(self, micro_batches: Sequence[MicroBatch], *, num_depths: int = 0) -> list[MicroBatch]:
         """What this cp rank holds of whole sequences, prepared for the objective."""
         return (self.preparation or list)(on_rank(micro_batches, self.mesh, num_depths=num_depths))
-
-    def _actions(self, num_microbatches: int) -> list[Action]:
-        return self.stage.stages.actions(self.mesh.pp.rank, num_microbatches)

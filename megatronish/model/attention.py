@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatronish.attention.all_to_all import all_to_all_attention
 from megatronish.attention.flash import attend_alone
+from megatronish.attention.largest_logits import LargestLogits
 from megatronish.attention.latent_blocks import LatentSizes
 from megatronish.attention.mask import AttentionMask, alibi_slopes
 from megatronish.attention.ring import ring_attention, ring_of_latents
@@ -118,6 +119,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.spec, self.layer, self.core = config, spec, layer, core
         self.is_windowed = spec.is_windowed
+        self.largest: LargestLogits | None = None  # to which a run that wants them adds its own: engine/qk_clip.py
         self.local_sections = tuple(section // tp.size for section in spec.sections.values())
         num_local_heads = spec.num_heads // tp.size
         self.first_head = tp.axis.rank * num_local_heads
@@ -174,6 +176,8 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extended(k, v, layer=self.layer)
         mask = context.mask(self.spec.window, self.slopes, self.spec.pattern)
+        if self.largest is not None:
+            self.largest.see(q, k, layer=self.layer, first_head=self.first_head, mask=mask, cp=self.core.cp)
         dropout = context.attention_dropout(rate=self.config.attention_dropout)
         sinks = q.new_zeros(q.shape[2]) if self.spec.softmax == "off-by-one" else self.sinks
         attended = self.core(
@@ -202,6 +206,14 @@ class Attention(nn.Module):
             q = (q * _factors(self.spec.temperature, context.batch.position_ids)).to(q.dtype)
         # Every operation of core attention divides scores by the root of the size of a head.
         return q if self.spec.factor is None else q * self.spec.factor, k, v
+
+    def row_factors(self, shares: Tensor, *, alpha: float) -> dict[str, Tensor]:
+        """Factors of the rows of whole weights, by the layer's name, where heads keep these shares [N] of logits."""
+        size, heads, groups = self.spec.head_size, self.spec.num_heads, self.spec.num_kv_heads
+        of_groups = shares.unflatten(0, (groups, -1)).amin(1)
+        q = of_groups.pow(alpha).repeat_interleave(heads // groups * size)
+        k = of_groups.pow(1 - alpha).repeat_interleave(size)
+        return {"qkv": torch.cat((q, k, torch.ones_like(k)))}
 
 
 def _factors(temperature: Temperature, positions: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
+from megatronish.attention.largest_logits import LargestLogits
 from megatronish.attention.latent_blocks import LatentSizes
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
@@ -52,6 +53,7 @@ class LatentAttention(HasParts):
     ) -> None:
         super().__init__()
         self.config, self.spec, self.layer, self.tp, self.core = config, spec, layer, tp, core
+        self.largest: LargestLogits | None = None  # to which a run that wants them adds its own: engine/qk_clip.py
         self.takes_any_sizes = not core.wants_one_size  # a core that is compiled by itself does not say
         self.sends_latents = core.sends_latents
         self.is_windowed = spec.is_windowed
@@ -165,6 +167,9 @@ class LatentAttention(HasParts):
             return self._on_ring(low, latent, key, context)
         run = partial(self._of_heads, low, latent, key, context)
         q, k, v = run()
+        if self.largest is not None:
+            mask, layer = context.mask(self.spec.window, (), self.spec.pattern), self.layer
+            self.largest.see(q, k, layer=layer, first_head=self.first_head, mask=mask, cp=self.core.cp)
         with restoring((q, k, v), run, really="mla_up_proj" in self.recomputed):
             attended = self._through_core(q, k, v, context)
         size = self.spec.value_size
@@ -199,6 +204,15 @@ class LatentAttention(HasParts):
         dropout = context.attention_dropout(rate=self.config.attention_dropout)
         mask = context.mask(self.spec.window, (), self.spec.pattern)
         return self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, latents=latents)
+
+    def row_factors(self, shares: Tensor, *, alpha: float) -> dict[str, Tensor]:
+        """Factors of the rows of whole weights, by the layer's name, where heads keep these shares [N] of logits."""
+        spec = self.spec
+        plain, heads = spec.plain_size, shares[:, None]
+        q = torch.cat((heads.pow(alpha).expand(-1, plain), heads.expand(-1, spec.rotary_size)), dim=1)
+        keys = heads.pow(1 - alpha).expand(-1, plain)
+        up = torch.cat((keys, torch.ones_like(heads).expand(-1, spec.value_size)), dim=1)
+        return {"q" if spec.q_rank is None else "q_up": q.flatten(), "kv_up": up.flatten()}
 
     # Generation
 

@@ -50,3 +50,26 @@ def test_what_does_not_go_together_is_refused(flags: str, sentence: str) -> None
 def test_sizes_of_heads_need_not_divide_the_hidden_size() -> None:
     model = read_config(f"{LATENT} --num-attention-heads 5 --window-size 4".split()).config.model
     assert (model.head_size, model.rotary_size) == (192, 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--qk-clip --qk-layernorm", "qk_clip changes weights before a norm, and qk_layernorm would undo it"),
+        ("--qk-clip --qk-clip-threshold 0", "qk_clip_threshold=0.0 must be"),
+        ("--qk-clip --qk-clip-alpha 1", "qk_clip_alpha=1.0 must be"),
+        ("--qk-clip --load x --adapter-type lora", "qk_clip changes weights of queries and keys, which are frozen"),
+        (
+            "--log-max-attention-logit --model-type t5 --encoder-seq-length 16 --decoder-seq-length 8",
+            "log_max_attention_logit is for models without an encoder, and not for model_type=t5; leave it out",
+        ),
+    ],
+)
+def test_what_has_no_largest_logit_to_clip_is_refused(flags: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_config(f"{SIZES} {flags}".split())
+    assert sentence in str(refused.value)
+
+
+def test_latents_are_clipped_with_their_norms() -> None:
+    assert read_config(f"{LATENT} --qk-clip --qk-layernorm".split()).config.measures_logits

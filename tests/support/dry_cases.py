@@ -249,6 +249,12 @@ SINGLE = [
     SingleCase("shared heads with norms", "llama", f"{BY_HEAD} --num-query-groups 2", "--tp 4 --sequence-parallel", 1),
     SingleCase("shared heads with LoRA", "llama", f"{BY_HEAD} --num-query-groups 1 {LORA} --adapter-targets v"),
     SingleCase("qk-norm after RoPE", "llama", "--qk-layernorm --qk-layernorm-after-rope"),
+    SingleCase("QK-clip", "llama", "--qk-clip", "--tp 2 --sequence-parallel", more_waits={"engine/engine.py": 1}),
+    SingleCase("QK-clip on a ring", "llama", "--qk-clip", "--tp 2 --cp 2", more_waits={"engine/engine.py": 1}),
+    SingleCase(
+        *("QK-clip with latents", "gpt", f"{LATENT} --qk-clip", "--tp 2 --cp 2"),
+        more_waits={"engine/engine.py": 1},
+    ),
     SingleCase("xIELU", "gpt", "--xielu", "--tp 2 --zero-stage 1"),
     SingleCase("wide xIELU", "gpt", "--xielu --ffn-hidden-size 16384 --vocab-size 1000", "--tp 2 --zero-stage 1"),
     SingleCase("4 bits", "llama", "--load never-read --adapter-type lora --quantize-base nf4"),

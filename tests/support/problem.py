@@ -53,6 +53,8 @@ class Problem:
     seed: int = SEED
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """With adapters they alone learn."""
+    largest_logit: float | None = None
+    """The threshold of QK-clip, with an alpha that tells queries from keys."""
     weight_block: int | None = None
     """Elements of the blocks of codes that it computes with (qwZ)."""
 

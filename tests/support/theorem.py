@@ -264,6 +264,8 @@ def batches_of(problem: Problem, share: BatchShare, step: int) -> list[MicroBatc
 
 def build(mesh: Mesh, problem: Problem, spread: Spread) -> Engine:
     optimizer = replace(OPTIMIZERS[problem.optimizer], **DECOUPLED if problem.decoupled else {})
+    if (threshold := problem.largest_logit) is not None:
+        optimizer = replace(optimizer, qk_clip=True, qk_clip_threshold=threshold, qk_clip_alpha=0.3)
     config = Config(
         model=problem.model,
         parallel=parallel_of(problem, spread),

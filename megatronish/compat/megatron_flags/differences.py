@@ -37,7 +37,7 @@ DIFFERENCES: dict[str, str] = {
     "of which none crosses a document where documents are apart; Megatron-LM divides by other numbers.",
     "latent_norm_epsilon": "Not in Megatron-LM, whose norms have one epsilon.",
     "qk_layernorm_across_heads": "Not in Megatron-LM, whose norm is that of each head.",
-    "clip_qkv": "Not in Megatron-LM, whose `--qk-clip` changes weights instead.",
+    "clip_qkv": "Not in Megatron-LM: values are clipped, and no weights as with `--qk-clip`.",
     "embed_layernorm": "Not in Megatron-LM; Megatron-DeepSpeed has it.",
     **dict.fromkeys(
         ("norm_placement", "norm_parameters", "embedding_multiplier", "residual_multiplier", "logits_multiplier"),
@@ -55,6 +55,7 @@ DIFFERENCES: dict[str, str] = {
     ),
     "moe_router_score_function": "Megatron-LM has no sparsemixer, and sqrtsoftplus in addition.",
     **dict.fromkeys(("attn_temperature_scale", "attn_temperature_floor"), "Not in Megatron-LM."),
+    "qk_clip": "Refused with a norm of queries and keys, which Megatron-LM clips the weights before to no effect.",
     "qk_l2_norm": "Of layers with RoPE alone.",
     "moe_sparsemixer_eps": "Not in Megatron-LM.",
     "qk_layernorm_1p": "In Megatron-LM `--apply-layernorm-1p` is of these norms, too; conversions know it.",

@@ -129,12 +129,6 @@ FAMILIES = (
         "mup-width-mult",
     ),
     Family(
-        "clipping of attention scores",
-        "clipping of attention scores (QK-clip) is not there; use --qk-layernorm, or leave these flags out",
-        switches="qk-clip",
-        names="qk-clip-alpha qk-clip-threshold",
-    ),
-    Family(
         "fill-in-the-middle",
         "fill-in-the-middle data is not there; leave these flags out, or transform the text before preprocessing",
         switches="fim-data",

@@ -108,7 +108,7 @@ LOG: dict[str, Known] = {
     ),
     **all_idle(
         _NOT_LOGGED,
-        switches="log-max-attention-logit log-straggler log-energy "
+        switches="log-straggler log-energy "
         "disable-straggler-on-startup log-device-memory-used log-l2-norm-grad-to-tensorboard onnx-safe",
         valued="straggler-ctrlr-port straggler-minmax-count logging-level config-logger-dir "
         "dump-param-to-param-group-map log-level log-level-replica codecarbon-dir log-path",

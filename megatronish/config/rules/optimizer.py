@@ -103,6 +103,34 @@ def _weight_decay(config: Config) -> str | None:
     return None
 
 
+_MEASURES = ("qk_clip", "log_max_attention_logit")
+
+
+def _largest_logits(config: Config) -> str | None:
+    asked = {"qk_clip": config.optimizer.qk_clip, "log_max_attention_logit": config.log.log_max_attention_logit}
+    name = next((name for name, value in asked.items() if value), None)
+    if name is None:
+        return None
+    model = config.model
+    if model.has_encoder:
+        return f"{name} is for models without an encoder, and not for model_type={model.model_type}; leave it out"
+    if model.block != "transformer":
+        return f"{name} knows the attention of block=transformer, and not that of block={model.block}; leave it out"
+    return None
+
+
+def _qk_clip(config: Config) -> str | None:
+    if not config.optimizer.qk_clip:
+        return None
+    model = config.model
+    if config.adapter.is_used:
+        return "qk_clip changes weights of queries and keys, which are frozen under adapters; leave one of them out"
+    norm = next((name for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)), None)
+    if norm is not None and not model.multi_latent_attention:
+        return f"qk_clip changes weights before a norm, and {norm} would undo it; leave one of them out"
+    return None
+
+
 FALLING = ("linear", "cosine", "WSD")
 """Styles of decay that go from a peak to min_lr, so that a momentum can go the opposite way."""
 
@@ -121,3 +149,8 @@ RATE_RULES = (
 )
 
 WEIGHT_DECAY_RULES = (ConfigRule(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _weight_decay),)
+
+CLIP_RULES = (
+    ConfigRule((*_MEASURES, "model_type", "block"), _largest_logits),
+    ConfigRule(("qk_clip", "lora_rank", "qk_layernorm", "qk_l2_norm", "multi_latent_attention"), _qk_clip),
+)

@@ -113,6 +113,8 @@ class LogConfig:
     """File of that snapshot. Derived: RUN_DIR/profile/rank_N_memory.pickle."""
     log_params_norm: bool = False
     """Log the norm of all parameters."""
+    log_max_attention_logit: bool = False
+    """Log the largest logit of attention; with --qk-clip it is logged in any case."""
     log_num_zeros_in_grad: bool = False
     """Log how many gradient elements are zero."""
     peak_tflops_per_device: Annotated[float | None, greater_than(0)] = None

@@ -15,6 +15,7 @@ reduce-scatter, all that a rank sends in an all-to-all, a message. With H = S B 
                qgZ: an all-to-all of codes in the place of each reduce-scatter of matrices
     islands    DiLoCo: moves, in an outer step alone (outer_traffic.py)
     ep, etp    rows of tokens to their experts and back, where the load is even
+    cp, world  QK-clip: keys of the whole sequence gathered in each forward; largest logits of all heads once a step
 
 What is computed again exchanges again what its forward did (`LayerTraffic`). Padding of buckets and rows is counted
 (state_traffic.py). Left out are evaluation, and what hooks of a run send.
@@ -175,6 +176,10 @@ class LayerTraffic(StepTraffic):
             size = (forwards + again) * exchange.forward + learns * exchange.backward
             self.add(exchange.axis, exchange.collective, self.num_microbatches * size)
 
+        if self.config.measures_logits and layout.cp > 1:  # keys of the whole sequence
+            keys = attention.heads_over(layout.tp) // layout.tp * attention.head_size * self.width
+            self.add("cp", "all-gather", self.num_microbatches * forwards * layout.cp * self.tokens * keys)
+
     def _experts(self, experts: LinearShape, forwards: int) -> None:
         """Rows to the experts and back, a count of them, and what ranks with parts of the same experts share."""
         model, layout = self.config.model, self.config.layout
@@ -308,5 +313,7 @@ def _numbers(traffic: StepTraffic) -> None:
         sums += model.num_all_layers * rows
     if traffic.config.parallel.num_islands > 1:
         sums += 2  # weight and norm of each island
+    if traffic.config.measures_logits:  # of all heads, fp32
+        traffic.add("world", "all-reduce", 4 * model.num_all_layers * model.num_attention_heads)
     if traffic.config.layout.world_size > 1:
         traffic.add("world", "all-reduce", SCALAR * sums)
