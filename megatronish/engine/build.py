@@ -15,7 +15,7 @@ What changes the modules of a stage (`linear.set_products` for another matrix pr
 freeze.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -148,14 +148,20 @@ def build_engine(
     replaying = with_graphs(config, executor, mesh)
     engine = Engine(mesh, stage, objective, data_parallel, optimizer, replaying, rule_of(config))
     if trainable is not nothing:
-        engine.qk_clip = QKClip.of(config, stage.model, mesh)
-    if trainable is not nothing and (outer := OuterSettings.of(config.parallel)) is not None:
-        engine.outer = OuterOptimizer(optimizer.masters, learning, mesh.domains, outer, device=mesh.device)
+        _complete_updates(engine, config, learning)
     if isinstance(objective, PairObjective):
         prepare_pairs(engine, Scorer(stage, executor), config, vocab_size=vocab_size)
     if isinstance(objective, SentenceObjective):
         engine.preparation = SentencePreparation(mesh)
     return engine
+
+
+def _complete_updates(engine: Engine, config: Config, learning: Mapping[str, Sharding]) -> None:
+    """Give an engine what follows the optimizer's step, where the config has it: QK-clip, and outer steps."""
+    mesh = engine.mesh
+    engine.qk_clip = QKClip.of(config, engine.stage.model, mesh)
+    if (outer := OuterSettings.of(config.parallel)) is not None:
+        engine.outer = OuterOptimizer(engine.optimizer.masters, learning, mesh.domains, outer, device=mesh.device)
 
 
 def with_depths(objective: AnyObjective, model: ModelConfig) -> AnyObjective:

@@ -43,7 +43,7 @@ class QKClip:
 
     @classmethod
     def of(cls, config: Config, model: GPT, mesh: Mesh) -> "QKClip":
-        """As the config says; attention is told where to write its logits."""
+        """As the config says; attention learns where to write its logits."""
         if not config.measures_logits:
             return cls()
         optimizer, specs = config.optimizer, layer_specs(config.model)
