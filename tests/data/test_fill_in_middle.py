@@ -153,6 +153,26 @@ def test_a_shorter_sample_is_filled_up_without_a_loss() -> None:
     assert masked.loss_mask[0].tolist() == (masked.tokens[0] != EOD).tolist()
 
 
+def test_documents_of_a_packed_row_stay_apart_and_the_row_loses_its_end_alone() -> None:
+    texts = [TOKENIZER.encode(text) for text in TEXTS]  # without a token at their ends
+    for room in (30, 0):
+        tokens = np.asarray([token for text in (*texts, [EOD] * room) for token in text], np.int64)
+        documents = np.repeat(np.arange(4), [*map(len, texts), room])
+        sample = Sample(tokens, np.arange(len(tokens)) < len(tokens) - room, documents, num_filler=room)
+        for index in range(20):
+            seen = filled(sample, index=index)
+            assert seen.document_ids is not None and seen.loss_mask is not None
+            assert len(seen.tokens) == len(tokens)
+            whole = [seen.tokens[seen.document_ids == number].tolist() for number in range(3 if room else 2)]
+            assert ["".join((a, b, c)) for a, b, c in map(parts_of, whole)] == list(TEXTS[: len(whole)])
+            batch = Collator(EOD)([seen], [0])
+            assert batch.document_ids is not None
+            begins = np.flatnonzero(np.diff(seen.document_ids))
+            assert not batch.loss_mask[0, begins].any()
+            assert int((~batch.loss_mask).sum()) == len(begins) + max(0, seen.num_filler - 1)
+            assert (batch.position_ids[0, begins[:2] + 1] == 0).all()
+
+
 def datasets(folder: Path, config: FimConfig, *, blend: bool = False, **options: Any) -> DatasetSplits:
     prefix = folder / "code"
     if not prefix.with_suffix(".idx").exists():
