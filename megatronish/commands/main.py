@@ -207,6 +207,7 @@ COMMANDS = {
     "train-tokenizer": Command("data", "train_tokenizer", "train a SentencePiece tokenizer on JSON lines"),
     "preprocess": Command("data", "preprocess_tasks", "tokenize JSON lines into .bin/.idx files"),
     "audit": Command("data", "audit", "print which tokens of chat data would be trained on"),
+    "inspect": Command("data", "inspect_data", "show what .bin/.idx files hold, and check that they are whole"),
     "merge": Command("data", "merge", "join .bin/.idx files into one pair"),
     "generate": Command("models", "generate", "continue prompts with a trained model", "run", "GenerateArguments"),
     "chat": Command("models", "chat", "chat with a trained model on the terminal", "run", "ChatArguments"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatronish.config.plugins import PluginsConfig
-from megatronish.config.sections.data import ChatConfig, DataConfig
+from megatronish.config.sections.data import ChatConfig, DataConfig, FimConfig
 from megatronish.config.sections.finetuning import AdapterConfig, PreferenceConfig, ReferenceKind
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
@@ -26,6 +26,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    fim: FimConfig = field(default_factory=FimConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

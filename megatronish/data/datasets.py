@@ -3,7 +3,7 @@
 import errno
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +14,7 @@ from megatronish.core.names import DATASET_NAMES, options_of
 from megatronish.data.blend import PERIOD, Blend
 from megatronish.data.chat.dataset import open_chats
 from megatronish.data.chat.setup import ChatSetup
+from megatronish.data.fill_in_middle import FilledMiddle, MiddleRule
 from megatronish.data.packed import open_pretraining
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, MixingDataset, OpenDataset
 from megatronish.data.samples import TooSmallError
@@ -65,6 +66,14 @@ class DatasetSplits:
     train: Dataset
     valid: dict[str, Dataset]
     test: Dataset | None
+
+    def with_middles(self, rule: MiddleRule, *, seed: int) -> "DatasetSplits":
+        """The same data sets with documents whose middle comes last."""
+        train, test = FilledMiddle(self.train, rule, seed=seed), self.test
+        valid: dict[str, Dataset] = {name: FilledMiddle(each, rule, seed=seed) for name, each in self.valid.items()}
+        return replace(
+            self, train=train, valid=valid, test=None if test is None else FilledMiddle(test, rule, seed=seed)
+        )
 
 
 @dataclass(frozen=True)

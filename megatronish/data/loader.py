@@ -202,6 +202,7 @@ class Collator:
             mask = sample.loss_mask[1:]
         else:
             mask = ~self._is_end(sample) if self.eod_mask_loss else np.ones(len(sample.tokens) - 1, np.bool_)
+            mask[len(mask) - sample.num_filler :] = False
         # Between packed documents the label belongs to the next one, of which the position sees nothing.
         return mask if sample.document_ids is None else mask & (np.diff(sample.document_ids) == 0)
 

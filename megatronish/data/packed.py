@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.blend import Blend
+from megatronish.data.fill_in_middle import FilledMiddle
 from megatronish.data.indexed import IndexedTokens
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, Sample
 from megatronish.data.samples import (
@@ -69,10 +70,20 @@ class PackedSamples:
         """Part of the places of all rows that tokens are at."""
         return int(self._rows.lengths.sum()) / (self.num_samples * (self._settings.seq_length + 1))
 
+    @property
+    def num_cut(self) -> tuple[int, int]:
+        """Documents that are cut here, and about how many concatenation would cut: with the chance (T - 1) / S each."""
+        first, end = self._range
+        lengths, seq_length = np.diff(self._file.document_starts()[first : end + 1]), self._settings.seq_length
+        chances = np.clip((lengths - 1) / seq_length, 0, 1)
+        return int((lengths > seq_length + 1).sum()), round(float(chances.sum()))
+
     def __str__(self) -> str:
         pieces = f"{len(self._rows.rows):,} documents and pieces"
         rows = f"{self.num_samples:,} rows, {self.efficiency:.2%} full"
-        return f"packing of {self._file.prefix} ({self.name}): {pieces} in {rows}"
+        cut, otherwise = self.num_cut
+        cuts = f"{cut:,} documents are cut (about {otherwise:,} with --packing concatenate)"
+        return f"packing of {self._file.prefix} ({self.name}): {pieces} in {rows}; {cuts}"
 
     def sample(self, index: int) -> Sample:
         """The pieces of one row, each a document of its own, and filler."""
@@ -113,6 +124,7 @@ class PackedSamples:
 
 def packing_notes(dataset: Dataset) -> Iterator[str]:
     """A line for each packed data set, alone or in a blend: how full its rows are."""
+    dataset = dataset.plain if isinstance(dataset, FilledMiddle) else dataset
     members = dataset.members if isinstance(dataset, Blend) else [dataset]
     yield from (str(member) for member in members if isinstance(member, PackedSamples))
 

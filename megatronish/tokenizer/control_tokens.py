@@ -53,6 +53,33 @@ class SpanTokens(NamedTuple):
     sentinels: Sequence[int]
 
 
+class MiddleTokens(NamedTuple):
+    """Ids of the special tokens of texts whose middle comes last: before beginning, middle and end, and filler."""
+
+    prefix: int
+    middle: int
+    suffix: int
+    filler: int
+
+
+MIDDLE_NAMES = (
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"),
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    (
+        "<\uff5cfim\u2581begin\uff5c>",
+        "<\uff5cfim\u2581end\uff5c>",
+        "<\uff5cfim\u2581hole\uff5c>",
+        "<\uff5c\u2581pad\u2581\uff5c>",
+    ),
+    ("<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>"),
+    ("\u2581<PRE>", "\u2581<MID>", "\u2581<SUF>", "<pad>"),
+)
+"""Names of these tokens in StarCoder's vocabularies, Qwen's and CodeGemma's, DeepSeek's, SantaCoder's, Code Llama's.
+
+DeepSeek's hole stands where the middle was: after it comes the end, and the middle after the token of the end.
+"""
+
+
 class ControlEncoder(Protocol):
     """Encoder of texts with control tokens at given places."""
 

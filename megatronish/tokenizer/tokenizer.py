@@ -25,11 +25,14 @@ from megatronish.core.errors import UserError
 from megatronish.core.files import ordinary
 from megatronish.tokenizer import trial
 from megatronish.tokenizer.control_tokens import (
+    BARS,
     MASK_NAMES,
+    MIDDLE_NAMES,
     ByteControls,
     ControlEncoder,
     HuggingFaceControls,
     MaskTokens,
+    MiddleTokens,
     SentencePieceControls,
     SpanTokens,
 )
@@ -85,6 +88,44 @@ class Tokenizer(ABC):
         """Id of a token that no text is written with, by its name; None if there is none."""
         return None
 
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that no text is written with, by their names: at least the one that ends a document."""
+        return {EOD_NAMES[0]: self.eod}
+
+    def token_named(self, name: str, *, flag: str) -> int:
+        """Id of the token of this name, which a flag gives. UserError if there is none."""
+        token = self._named(name)
+        if token is None:
+            raise UserError(f"{flag} {name} is no token of the tokenizer; name one that its vocabulary has")
+        return token
+
+    def middle_tokens(self, given: Sequence[str | None] = (None,) * 4) -> MiddleTokens:
+        """Special tokens of texts whose middle comes last: those with these names, of the others the usual ones."""
+        flags = ("--fim-prefix-token", "--fim-middle-token", "--fim-suffix-token", "--fim-pad-token")
+        own: Sequence[int | None] = (None,) * 4
+        for names in MIDDLE_NAMES:
+            ids = [self._named(name) for name in names]
+            if None not in ids[:3]:
+                own = ids
+                break
+        tokens = [
+            default if name is None else self.token_named(name, flag=flag)
+            for name, default, flag in zip(given, own, flags, strict=True)
+        ]
+        prefix, middle, suffix, filler = tokens
+        if prefix is None or middle is None or suffix is None:
+            usual = "; ".join(", ".join(names[:3]) for names in MIDDLE_NAMES)
+            raise UserError(
+                f"--fim-data needs three special tokens, and the tokenizer has none of the usual names ({usual}); name "
+                "its own with --fim-prefix-token, --fim-middle-token and --fim-suffix-token, or take another tokenizer"
+            )
+        if len({prefix, middle, suffix}) < 3:
+            raise UserError(
+                f"the tokens {prefix}, {middle}, {suffix} of --fim-prefix-token, --fim-middle-token and "
+                "--fim-suffix-token must be three; name another one"
+            )
+        return MiddleTokens(prefix, middle, suffix, self.eod if filler is None else filler)
+
     def own_sentinels(self) -> list[int]:
         """Ids of the tokens called <extra_id_0>, <extra_id_1> and so on, in this order."""
         ids = (self._named(f"<extra_id_{number}>") for number in range(self.vocab_size))
@@ -139,6 +180,9 @@ class NullTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(token) for token in ids if token != self.eod)
+
+    def _named(self, name: str) -> int | None:
+        return int(name) if name.isdecimal() and int(name) < self.vocab_size else None
 
     def mask_tokens(self) -> MaskTokens:
         """The last four numbers of the vocabulary, of which the last ends a document and separates sentences."""
@@ -212,6 +256,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def control_encoder(self) -> ControlEncoder:
         return SentencePieceControls(self._model)
+
+    def special_tokens(self) -> dict[str, int]:
+        controls = (token for token in range(self._own_size) if self._model.is_control(token) or token == self.eod)
+        return {self._model.id_to_piece(token): token for token in controls}
 
     def _named(self, name: str) -> int | None:
         return self._id_of(name)
@@ -352,6 +400,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def control_encoder(self) -> ControlEncoder:
         return HuggingFaceControls(self._model, eos=str(self._model.id_to_token(self.eod)))
+
+    def special_tokens(self) -> dict[str, int]:
+        added = self._model.get_added_tokens_decoder().items()
+        marked = {str(of.content): token for token, of in added if of.special or BARS.fullmatch(of.content)}
+        return {str(self._model.id_to_token(self.eod)): self.eod} | marked
 
 
 def _check_unicode(text: str) -> None:

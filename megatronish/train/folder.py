@@ -53,6 +53,9 @@ TOLD_BY_SHAPES = ("num_layers", "hidden_size", "ffn_hidden_size")
 NAMES_OF_DATA = (
     *("data.data_path", "data.train_data_path", "data.split", "data.mock_data", "data.dataset_type"),
     "data.packing",
+    *("fim.fim_data", "fim.fim_rate", "fim.fim_spm_rate", "fim.fim_split_sample", "fim.fim_fragment_rate"),
+    *("fim.fim_no_prefix", "fim.fim_prefix_token", "fim.fim_middle_token", "fim.fim_suffix_token"),
+    *("fim.fim_pad_token", "fim.fim_eod_token"),
     *("chat.chat_format", "chat.chat_template", "chat.chat_date", "chat.train_on", "chat.pack_samples"),
 )
 LOCK = ".lock"

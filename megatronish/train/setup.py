@@ -22,6 +22,7 @@ from megatronish.data.chat.audit import Audit
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.setup import ChatSetup, SideLimits
 from megatronish.data.datasets import DatasetSplits, build_datasets
+from megatronish.data.fill_in_middle import MiddleRule
 from megatronish.data.loader import BatchShare, Collator, micro_batches, places_together, shortened
 from megatronish.data.masked import MaskedCollator
 from megatronish.data.sample import Dataset, Sample, samples_of_epochs
@@ -127,6 +128,8 @@ class TrainingJob:
             chats=_chat_setup(config, tokenizer),
             masks=None if config.model.is_causal else tokenizer.mask_tokens(),
         )
+        if config.fim.fim_data:
+            datasets = datasets.with_middles(MiddleRule.of(config.fim, tokenizer), seed=config.training.seed)
         _refuse_other_data(config, datasets.train)
         if config.training.num_epochs is not None:  # from here on its length is known in samples
             samples = samples_of_epochs(datasets.train, config.training.num_epochs)

@@ -424,7 +424,7 @@ def test_configs_of_megatrons_tests_are_clean() -> None:
         if found:
             unclean[name] = found
     reasons = (
-        "fill-in-the-middle data is not there",
+        "fim_data cuts documents of .bin/.idx pairs, and mock_data reads none",
         "linear and sparse attention",
         "multi_latent_attention turns a part of each head",  # and their config has learned positions in addition
         "distillation",

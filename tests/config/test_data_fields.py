@@ -46,6 +46,25 @@ def test_packing_is_for_pairs_and_gpts(tmp_path: Path) -> None:
     assert any(each.startswith("packing=best-fit is for GPTs, and model_type=bert") for each in complaints)
 
 
+def test_fill_in_the_middle_is_for_pairs_and_gpts_and_needs_its_switch(tmp_path: Path) -> None:
+    for end in ("bin", "idx"):
+        (tmp_path / f"a.{end}").touch()
+    words = [*small("--tokenizer-type", "bytes", "--data-path"), f"{tmp_path}/a"]
+    assert problems([*words, "--fim-data", "--fim-rate", "0.7", "--fim-spm-rate", "1"]) == []
+    assert problems([*words, "--fim-rate", "0.5"]) == []  # what Megatron-LM has without it, too
+    assert problems([*words, "--fim-rate", "0.7"]) == [
+        "fim_rate=0.7 says nothing without --fim-data; add it, or leave this out"
+    ]
+    assert "fim_rate=1.5 must be at most 1" in problems([*words, "--fim-data", "--fim-rate", "1.5"])[0]
+    (complaint,) = problems([*words, "--fim-data", "--fim-fragment-rate", "0.5"])
+    assert complaint.startswith("fim_fragment_rate=0.5 is for fragments; add --fim-split-sample TOKEN")
+    assert problems([*small("--tokenizer-type", "bytes", "--mock-data"), "--fim-data"]) == [
+        "fim_data cuts documents of .bin/.idx pairs, and mock_data reads none; leave it out"
+    ]
+    complaints = problems([*words, "--fim-data", "--model-type", "bert"])
+    assert any(each.startswith("fim_data is for GPTs, and model_type=bert") for each in complaints)
+
+
 @pytest.mark.parametrize(
     ("values", "blend"),
     [

@@ -51,6 +51,8 @@ OTHERS: list[dict[str, Any]] = [
     },
     {"model_type": "t5", "position_embedding_type": "relative", "dataset_type": "chat", "vocab_extra_ids": 9},
     {"packing": "best-fit"},
+    {"fim_data": True},
+    {"fim_data": True, "fim_fragment_rate": 0.5},
     {
         **{"recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act", "shared_experts")},
         **{"num_experts": 8, "moe_shared_expert_intermediate_size": 8},

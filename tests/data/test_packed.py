@@ -103,8 +103,19 @@ def test_a_row_as_the_model_sees_it(tmp_path: Path) -> None:
     assert batch.document_ids[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
     assert samples.efficiency == 8 / 9
     assert list(packing_notes(samples)) == [
-        f"packing of {tmp_path}/a (training): 2 documents and pieces in 1 rows, 88.89% full"
+        f"packing of {tmp_path}/a (training): 2 documents and pieces in 1 rows, 88.89% full; "
+        "0 documents are cut (about 1 with --packing concatenate)"
     ]
+
+
+def test_cut_documents_are_about_those_of_concatenation(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(0, 25, 4000)
+    cut, otherwise = opened(write(tmp_path / "a", lengths.tolist()), vocab_size=10**6).num_cut
+    assert cut == (lengths > 9).sum()
+    ends = np.cumsum(np.random.default_rng(1).permutation(lengths))
+    begins = np.concatenate([[0], ends[:-1]])
+    counted = (ends - 1) // 8 > begins // 8  # a sample ends in each eighth place
+    assert otherwise == pytest.approx(counted[np.diff(np.append(0, ends)) > 0].sum(), rel=0.03)
 
 
 def test_an_epoch_has_all_rows_in_an_order_of_its_own_which_the_seed_names(tmp_path: Path) -> None:

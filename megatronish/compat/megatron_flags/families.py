@@ -129,13 +129,6 @@ FAMILIES = (
         "mup-width-mult",
     ),
     Family(
-        "fill-in-the-middle",
-        "fill-in-the-middle data is not there; leave these flags out, or transform the text before preprocessing",
-        switches="fim-data",
-        names="fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token "
-        "fim-rate fim-split-sample fim-spm-rate fim-suffix-token",
-    ),
-    Family(
         "heterogeneous layers",
         "layers of different sizes are not there; leave these flags out",
         names="heterogeneous-block-specs heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path",

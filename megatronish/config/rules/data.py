@@ -5,7 +5,7 @@ import datetime
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, fields_of
 from megatronish.config.rules.rule import ConfigRule
-from megatronish.config.sections.data import ChatConfig, parse_blend, parse_split
+from megatronish.config.sections.data import ChatConfig, FimConfig, parse_blend, parse_split
 from megatronish.tokenizer.names import WORDPIECE
 
 
@@ -82,6 +82,29 @@ def _packing(config: Config) -> str | None:
     return None
 
 
+_FIM_FIELDS = tuple(fields_of(FimConfig, "fim"))
+
+
+def _fim(config: Config) -> str | None:
+    data, model_type = config.data, config.model.model_type
+    if not config.fim.fim_data:
+        given = [name for name in _FIM_FIELDS if getattr(config.fim, name) != FIELDS[name].default]
+        if not given:
+            return None
+        return f"{given[0]}={getattr(config.fim, given[0])} says nothing without --fim-data; add it, or leave this out"
+    if data.mock_data or data.dataset_type != "pretrain":
+        kind = "mock_data" if data.mock_data else f"dataset_type={data.dataset_type}"
+        return f"fim_data cuts documents of .bin/.idx pairs, and {kind} reads none; leave it out"
+    if model_type != "gpt":
+        return f"fim_data is for GPTs, and model_type={model_type} has other objectives; leave it out"
+    if config.fim.fim_fragment_rate is not None and config.fim.fim_split_sample is None:
+        return (
+            f"fim_fragment_rate={config.fim.fim_fragment_rate} is for fragments; add --fim-split-sample TOKEN, which "
+            "is between them, or leave it out"
+        )
+    return None
+
+
 DATA_RULES = (
     ConfigRule(
         (
@@ -97,6 +120,7 @@ DATA_RULES = (
     ConfigRule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
     ConfigRule(("split", "data_path"), _split),
     ConfigRule(("packing", "mock_data", "dataset_type", "model_type"), _packing),
+    ConfigRule((*_FIM_FIELDS, "mock_data", "dataset_type", "model_type"), _fim),
     ConfigRule(
         ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "mock_data", "load_hf"),
         _tokenizer,

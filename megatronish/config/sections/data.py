@@ -1,4 +1,4 @@
-"""Sections [data] and [chat] of a config: data files, their split, the tokenizer, and how chats become samples."""
+"""Sections [data], [fim] and [chat] of a config: data files, their split, the tokenizer, and how samples are made."""
 
 import math
 import re
@@ -155,6 +155,34 @@ def _as_number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
+
+
+@dataclass(frozen=True)
+class FimConfig:
+    """Fill in the middle: texts whose middle comes last, so that a model learns to write between two texts."""
+
+    fim_data: bool = False
+    """Give documents, or their parts in a sample, a beginning, an end and then a middle; Bavarian et al. 2022."""
+    fim_rate: Annotated[float, at_least(0), at_most(1)] = 0.5
+    """Part of the documents that become so; others stay as they are."""
+    fim_spm_rate: Annotated[float, at_least(0), at_most(1)] = 0.5
+    """Part of these whose end comes first (SPM); of the others the beginning does (PSM)."""
+    fim_split_sample: str | None = None
+    """A token at which documents are split into fragments, such as the files of a repository."""
+    fim_fragment_rate: Annotated[float | None, at_least(0), at_most(1)] = None
+    """Part of the fragments that become so, of documents that --fim-rate has chosen. Derived: --fim-rate."""
+    fim_no_prefix: str | None = None
+    """A document or fragment that begins with this text stays as it is."""
+    fim_prefix_token: str | None = None
+    """Name of the token before a beginning. Derived: as StarCoder, Qwen, DeepSeek or Code Llama call it."""
+    fim_middle_token: str | None = None
+    """Name of the token before a middle. Derived as that before a beginning."""
+    fim_suffix_token: str | None = None
+    """Name of the token before an end. Derived as that before a beginning."""
+    fim_pad_token: str | None = None
+    """Name of the token that fills up a sample. Derived: the tokenizer's own, or the one that ends a document."""
+    fim_eod_token: str | None = None
+    """Name of the token at which documents end. Derived: the tokenizer's own."""
 
 
 ChatFormat = Literal[

@@ -87,7 +87,7 @@ class OptimizerConfig:
     """After a step, weights of queries and keys shrink in heads with a logit above a threshold (MuonClip)."""
     qk_clip_threshold: Annotated[float, greater_than(0)] = 100.0
     """QK-clip: largest logit that a head may have."""
-    qk_clip_alpha: Annotated[float, greater_than(0), fraction(excluding=1)] = 0.5
+    qk_clip_alpha: Annotated[float, fraction(excluding=1)] = 0.5
     """QK-clip: the exponent of queries; that of keys is 1 minus this."""
     adam_beta1: Annotated[float, fraction(excluding=1)] = 0.9
     """Decay of the first moment."""
