@@ -37,15 +37,20 @@ NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tiktoken.model",
     "vocab.json",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "generation_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "tekken.json",
 )
 """Files of a tokenizer in a Hugging Face folder, and what stands next to them and is read with them."""
+
+TIKTOKEN = "tiktoken.model"
+"""File of a tokenizer in the folders of Kimi K2, whose code splits text in its own way."""
 
 TEMPLATES = "additional_chat_templates"
 """Folder next to them that may have more templates (.jinja)."""
@@ -77,4 +82,7 @@ def tokenizer_of_files(names: Collection[str], *, folder: PurePath, like_gpt2: b
         return {"tokenizer_type": "huggingface", "tokenizer_model": str(folder)}
     if "tokenizer.model" in names:
         return {"tokenizer_type": "sentencepiece", "tokenizer_model": str(folder / "tokenizer.model")}
+    if TIKTOKEN in names:
+        model = str(folder / TIKTOKEN)
+        return {"tokenizer_type": "tiktoken", "tokenizer_model": model, "tiktoken_pattern": "kimi"}
     return {}

@@ -12,7 +12,7 @@ does the same has, for each token in the order of ranks, every way to cut it int
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import tokenizers
 
 from megatronish.core.errors import UserError
 from megatronish.core.files import ordinary
-from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST
+from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, TIKTOKEN
+from megatronish.tokenizer.settings import AddedName, behind, read_settings
 
 PATTERNS: Mapping[str, str] = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -30,8 +31,14 @@ PATTERNS: Mapping[str, str] = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "kimi": r"[\p{Han}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""How text is split before pairs are joined: Megatron-LM's two, GPT-2's, and that of GPT-4 and Llama 3."""
+"""How text is split before pairs are joined: Megatron-LM's two, GPT-2's, that of GPT-4 and Llama 3, and Kimi K2's."""
 
 SPECIAL_TOKENS_FIRST = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 LARGEST_RANK = 2**30
@@ -60,9 +67,19 @@ def read_tiktoken(
         ids = {token: rank + num_special_tokens for token, rank in _of_json(text, path).items() if rank < size}
         return _build(ids, dict(zip(names, range(num_special_tokens), strict=True)), pattern, path)
     ids = _of_lines(text, path)
-    names = list(special_tokens or SPECIAL_TOKENS_LAST)
     first = max(ids.values()) + 1
+    if path.name == TIKTOKEN and not special_tokens and (added := _in_folder(path, first)):
+        shown = [token.name for token in added.values() if not token.is_special]
+        return _build(ids, {token.name: number for number, token in added.items()}, pattern, path, shown=shown)
+    names = list(special_tokens or SPECIAL_TOKENS_LAST)
     return _build(ids, dict(zip(names, range(first, first + len(names)), strict=True)), pattern, path)
+
+
+def _in_folder(path: Path, first: int) -> dict[int, AddedName]:
+    """Tokens from the id `first` on that the folder's tokenizer_config.json adds, without a gap; empty for none."""
+    added = behind(read_settings(path.parent), first, source=path)
+    end = max(added, default=first - 1) + 1
+    return {id_: added.get(id_, AddedName(f"<|reserved_token_{id_}|>", True)) for id_ in range(first, end)}
 
 
 def _of_json(text: str, path: Path) -> dict[bytes, int]:
@@ -107,7 +124,13 @@ def _checked(ranks: dict[bytes, int], path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _build(ids: dict[bytes, int], special: dict[str, int], pattern: str, path: Path) -> tokenizers.Tokenizer:
+def _build(
+    ids: dict[bytes, int], special: dict[str, int], pattern: str, path: Path, *, shown: Collection[str] = ()
+) -> tokenizers.Tokenizer:
+    """Tokenizer of the ids of byte strings and of special tokens, of which those that are `shown` are a part of texts.
+
+    Such as <think>, which answers contain.
+    """
     letters = _byte_letters()
 
     def spell(token: bytes) -> str:
@@ -133,7 +156,8 @@ def _build(ids: dict[bytes, int], special: dict[str, int], pattern: str, path: P
     as_letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, as_letters])
     model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens(list(special))
+    model.add_special_tokens([name for name in special if name not in shown])
+    model.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in shown])
     return model
 
 

@@ -71,8 +71,8 @@ class DataConfig:
     """vocab.json of a GPT-2 tokenizer, with --merge-file; or vocab.txt of a BERT."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
-    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
-    """How a tiktoken tokenizer splits text into words: Megatron-LM's two ways, GPT-2's, or GPT-4's and Llama 3's."""
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k", "kimi"] = "v2"
+    """How a tiktoken tokenizer splits text into words: two ways of Megatron-LM, those of GPT-2, Llama 3 and Kimi K2."""
     tiktoken_num_special_tokens: Annotated[int, at_least(1), at_most(2**31 - 1)] = 1000
     """Special tokens that come first in a tiktoken vocabulary of JSON."""
     tiktoken_special_tokens: tuple[str, ...] = ()

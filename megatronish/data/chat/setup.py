@@ -14,12 +14,10 @@ from megatronish.core.foreign import shown
 from megatronish.data.chat.encoder import ChatEncoder, SideEncoder
 from megatronish.data.chat.template import BUILT_IN, ChatTemplate, built_in_template
 from megatronish.tokenizer.control_tokens import ControlEncoder
+from megatronish.tokenizer.settings import read_object, read_settings
 from megatronish.tokenizer.tokenizer import Tokenizer
 
 # Chat templates in the files of a tokenizer: chat_template.jinja, tokenizer_config.json and what they name.
-
-
-TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class ModelTemplates(NamedTuple):
@@ -31,9 +29,8 @@ class ModelTemplates(NamedTuple):
 
 def read_model_templates(folder: Path) -> ModelTemplates:
     """What the files of a tokenizer's folder say; UserError for a file that cannot be read."""
-    config = _read_json(folder / "tokenizer_config.json")
-    tokens = {name: text for name in TOKENS if (text := _token(config.get(name))) is not None}
-    given: Any = config.get("chat_template")
+    config = read_object(folder / "tokenizer_config.json")
+    given: Any = read_object(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     sources: dict[str, str] = {}
     if isinstance(given, str):
         sources["default"] = given
@@ -49,7 +46,7 @@ def read_model_templates(folder: Path) -> ModelTemplates:
     for path in [*sorted((folder / "additional_chat_templates").glob("*.jinja")), folder / "chat_template.jinja"]:
         if path.is_file():
             sources["default" if path.parent == folder else path.stem] = read_template(path)
-    return ModelTemplates(sources, tokens)
+    return ModelTemplates(sources, dict(read_settings(folder).tokens))
 
 
 def read_template(path: Path) -> str:
@@ -58,23 +55,6 @@ def read_template(path: Path) -> str:
         return foreign.read_text(path)
     except (OSError, ValueError) as error:
         raise UserError(f"chat template {path} cannot be read ({error}); correct the path or the file") from error
-
-
-def _token(value: Any) -> str | None:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = foreign.read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); correct or remove it") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is no JSON object; correct or remove it")
-    return content
 
 
 class SideLimits(NamedTuple):
