@@ -32,10 +32,25 @@ class ChatPrompts:
     seq_length: int
 
     @classmethod
-    def of(cls, found: SavedModel, tokenizer: Tokenizer, *, template: str | None, seq_length: int) -> "ChatPrompts":
-        """The chats of a model on disk; UserError if it has no template and `template` names none."""
+    def of(
+        cls,
+        found: SavedModel,
+        tokenizer: Tokenizer,
+        *,
+        template: str | None,
+        seq_length: int,
+        variables: str | None = None,
+    ) -> "ChatPrompts":
+        """The chats of a model on disk; UserError if it has no template and `template` names none.
+
+        `variables` are more of the template's, as JSON.
+        """
         config = _trained_with(found)
-        config = ChatConfig(chat_template=template or config.chat_template, chat_date=config.chat_date)
+        config = ChatConfig(
+            chat_template=template or config.chat_template,
+            chat_template_kwargs=variables or config.chat_template_kwargs,
+            chat_date=config.chat_date,
+        )
         encoder = ChatSetup.of(config, found.description.data, tokenizer).encoder(for_chats=True)
         stops = {tokenizer.eod, *found.description.stops, *_ends_of_answers(encoder)}
         return cls(encoder, frozenset(stops), seq_length)
@@ -76,10 +91,10 @@ def _ever_fewer(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _trained_with(found: SavedModel) -> ChatConfig:
-    """Settings of the chats that the adapters or the model were trained on, of the first run that names a template."""
+    """Settings of the chats that the adapters or the model were trained on, of the first run that names any."""
     for folder in (*found.adapters.values(), *(() if found.is_hf else (found.checkpoint,))):
         config = _config_of(folder)
-        if config.chat_template is not None:
+        if config.chat_template is not None or config.chat_template_kwargs is not None:
             return config
     return ChatConfig()
 

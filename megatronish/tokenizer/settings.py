@@ -65,6 +65,16 @@ def read_settings(folder: Path) -> TokenizerSettings:
     return TokenizerSettings(tokens, others, added, adds_bos, adds_eos)
 
 
+def stops_of_generation(folder: Path) -> set[int]:
+    """Ids of the tokens that end a text by the folder's generation_config.json."""
+    path = folder / "generation_config.json"
+    stops = read_object(path).get("eos_token_id")
+    ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if not all(isinstance(token, int) for token in ids):
+        raise UserError(f"{path}: eos_token_id={stops!r} must be a token id, or a list of them; correct it")
+    return set(ids)
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Object of a JSON file, empty if there is none; UserError for any other content."""
     if not path.is_file():

@@ -54,6 +54,7 @@ NAMES_OF_DATA = (
     *("data.data_path", "data.train_data_path", "data.split", "data.mock_data", "data.dataset_type"),
     "data.packing",
     *("chat.chat_format", "chat.chat_template", "chat.chat_date", "chat.train_on", "chat.pack_samples"),
+    "chat.chat_template_kwargs",
 )
 LOCK = ".lock"
 FILES = (

@@ -1,6 +1,8 @@
 """Places of the assistant's answers in a rendered text: what the model must write, found in two ways and compared.
 
-An answer is everything from the end of the generation prompt to the token that ends the turn, inclusive.
+An answer is everything from the end of the generation prompt to the token that ends the turn, inclusive. Where a
+template ends no turn (GLM-4), the token that begins the next one ends it, if the model stops at it; the last answer has
+it, too.
 
 By beginnings: the text before the answer (with the generation prompt), the text up to its end, and the whole text are
 each a beginning of the next. That fails where a template looks ahead or back, which every conversation is checked for.
@@ -137,21 +139,25 @@ class _AnswerSearch:
         # One call for both texts: the second has marks in the contents of answers, and may fail alone.
         marked = _with_marks(chat)
         wanted = [chat.messages] if marked is None else [chat.messages, marked]
-        first, *others = template.render_all([Rendering(each) for each in wanted], chat.tools)
+        first, *others = template.render_all([Rendering(each, False, chat.variables) for each in wanted], chat.tools)
         if isinstance(first, ValueError):
             raise first
         text = without_generation_marks(first)
         contents = _contents_by_marks(chat, text, others[0] if others else None)
         generated = _generated(first) if template.has_generation_blocks else []
+        text += _end_by_next_turn(template, chat, text)
         return cls(template, chat, text, template.control_places(text), contents, generated)
 
     def beginnings(self, numbers: Sequence[int]) -> list[_Beginning]:
         """What the beginnings of the conversation say of these answers: up to each of them, and to its end."""
-        messages = self.chat.messages
+        messages, given = self.chat.messages, self.chat.variables
         wanted = [
             rendering
             for number in numbers
-            for rendering in (Rendering(messages[:number], True), Rendering(messages[: number + 1]))
+            for rendering in (
+                Rendering(messages[:number], True, given),
+                Rendering(messages[: number + 1], False, given),
+            )
         ]
         # The beginning up to the end of the last message is the whole text, which is rendered already.
         if numbers[-1] + 1 == len(messages):
@@ -175,7 +181,16 @@ class _AnswerSearch:
         # An answer that ends where it begins, or an end that is no beginning of the whole text: the end is unknown.
         if begin is None or until is None or len(until) <= begin or not self.text.startswith(until):
             return _Beginning(begin, None, space)
-        return _Beginning(begin, len(until), space)
+        return _Beginning(begin, self._with_next_turn(begin, len(until)), space)
+
+    def _with_next_turn(self, begin: int, until: int) -> int:
+        """End of a turn that nothing ends: that of the token behind it, which begins the next turn, if it stops one."""
+        first = bisect_left(self.controls, until, key=itemgetter(0))
+        if not self.template.stops or self._end_in(begin, until) is not None or first == len(self.controls):
+            return until
+        start, end = self.controls[first]
+        is_stop = self.text[start:end] in self.template.stops and not self.text[until:start].strip()
+        return end if is_stop else until
 
     def frame(self, number: int, answer: TextSpan) -> _Frame | None:
         """The text around the content of an answer that was found; None if marks have not found its content."""
@@ -195,6 +210,7 @@ class _AnswerSearch:
             place = TextSpan(content.begin - len(frame.lead), content.end + len(frame.trail))
             if place.end == end and frame == self.frame(number, place):
                 self._check_blocks(number, place, content, None)
+                self._check_thoughts(number, place)
                 return place
         return None
 
@@ -224,6 +240,7 @@ class _AnswerSearch:
             raise self._endless(number, content.end if content is not None else until or begin)
         place = TextSpan(begin, end)
         self._check_blocks(number, place, content, until)
+        self._check_thoughts(number, place)
         return place
 
     def _before(self, content: TextSpan | None, space: str) -> int | None:
@@ -265,6 +282,15 @@ class _AnswerSearch:
         if not inside:
             raise self._unclear(number, "its {% generation %} blocks mark other text")
 
+    def _check_thoughts(self, number: int, answer: TextSpan) -> None:
+        """UnclearError if the answer lacks the thoughts that its message has: the template drops those of this turn."""
+        thoughts = self.chat.messages[number].get("reasoning_content")
+        if isinstance(thoughts, str) and thoughts.strip() not in self.text[answer.begin : answer.end]:
+            raise UnclearError(
+                f"the chat template {self.template.name} leaves the thoughts of message {number + 1} out "
+                "(reasoning_content); name another with --chat-template, or remove them from the data"
+            )
+
     def _unclear(self, number: int, why: str) -> UnclearError:
         return UnclearError(
             f"which tokens of message {number + 1} are the answer's cannot be said with the chat template "
@@ -279,6 +305,23 @@ class _AnswerSearch:
             f"model would never stop; the chat template {self.template.name} does not fit the tokenizer: name another "
             "with --chat-template"
         )
+
+
+def _end_by_next_turn(template: ChatTemplate, chat: Conversation, text: str) -> str:
+    """What begins the turn after the last answer, where nothing ends it and the model stops at it; empty elsewhere."""
+    last = chat.messages[-1]
+    ends = [end for _, end in template.control_places(text)[-1:]]
+    if not template.stops or last["role"] != "assistant" or (ends and not text[ends[0] :].strip()):
+        return ""
+    follows = {"role": "tool" if "tool_calls" in last else "user", "content": "a", "name": "a", "tool_call_id": "a"}
+    (longer,) = template.render_all([Rendering([*chat.messages, follows], False, chat.variables)], chat.tools)
+    if isinstance(longer, ValueError) or not (longer := without_generation_marks(longer)).startswith(text):
+        return ""
+    after = longer[len(text) :]
+    for begin, end in template.control_places(after)[:1]:
+        if after[begin:end] in template.stops and not after[:begin].strip():
+            return after[:end]
+    return ""
 
 
 def _with_marks(chat: Conversation) -> list[Message] | None:
