@@ -5,7 +5,7 @@ transformers reads, and prefers, where the first has no `added_tokens_decoder`. 
 are in `added_tokens_decoder`, in older folders in added_tokens.json.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +30,10 @@ class AddedName(NamedTuple):
 class TokenizerSettings(NamedTuple):
     """Names of special tokens, by their keys; tokens that were added, by their ids; tokens that are put around a text.
 
-    `others` are special tokens without a key. `adds_bos` and `adds_eos` are None where the files do not say.
+    `adds_bos` and `adds_eos` are None where the files do not say.
     """
 
     tokens: Mapping[str, str]
-    others: Sequence[str]
     added: Mapping[int, AddedName]
     adds_bos: bool | None
     adds_eos: bool | None
@@ -53,16 +52,15 @@ def read_settings(folder: Path) -> TokenizerSettings:
         config = {**config, **read_object(folder / "special_tokens_map.json")}
     tokens = {key: name for key in TOKENS if (name := _name(config.get(key))) is not None}
     listed = (_name(token) for key in MORE_TOKENS for token in _listed(config.get(key)))
-    others = [name for name in listed if name is not None]
     if isinstance(decoder, dict):
         added = {_id(number, folder): _added(token) for number, token in decoder.items()}
     else:
-        special = {*tokens.values(), *others}
+        special = {*tokens.values(), *listed}
         names = read_object(folder / "added_tokens.json")
         added = {_id(number, folder): AddedName(name, name in special) for name, number in names.items()}
     flags = (config.get(key) for key in ("add_bos_token", "add_eos_token"))
     adds_bos, adds_eos = (flag if isinstance(flag, bool) else None for flag in flags)
-    return TokenizerSettings(tokens, others, added, adds_bos, adds_eos)
+    return TokenizerSettings(tokens, added, adds_bos, adds_eos)
 
 
 def stops_of_generation(folder: Path) -> set[int]:

@@ -384,12 +384,11 @@ def _check_unicode(text: str) -> None:
 
 
 def _make_special(model: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    """Let the tokens of the vocabulary that the settings call special be so: never read from texts, nor shown."""
-    names = {
-        *settings.tokens.values(),
-        *settings.others,
-        *(each.name for each in settings.added.values() if each.is_special),
-    }
+    """Let the tokens of the vocabulary that the settings call special be so: never read from texts, nor shown.
+
+    Those without a name of their own (additional_special_tokens) stay as the vocabulary has them, as in transformers.
+    """
+    names = {*settings.tokens.values(), *(each.name for each in settings.added.values() if each.is_special)}
     added = model.get_added_tokens_decoder()
     for name in sorted(names):
         number = model.token_to_id(name)

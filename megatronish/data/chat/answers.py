@@ -38,6 +38,7 @@ from megatronish.data.chat.template import (
 TAIL = 24  # characters of a text that a message shows, or that are compared
 MOST_RENDERED = 64  # answers of a conversation whose beginnings are rendered
 RENDERED_AT_ONCE = 8
+MOST_ALIKE = 200  # characters at the ends of two texts that are compared
 _MARK = re.compile(f"[{chr(MARKS)}-{chr(LARGEST_MARK)}]")
 _BLOCK_MARK = re.compile(f"[{''.join(GENERATION_MARKS)}]")
 
@@ -272,15 +273,22 @@ class _AnswerSearch:
         """UnclearError if {% generation %} blocks say otherwise. They may leave the token out that ends the turn."""
         if not self.template.has_generation_blocks:
             return
-        # Blocks of other turns prove nothing: only those that begin at or after the answer and end within its turn
-        # count.
+        # Blocks of other turns prove nothing: only those that begin at or after the answer, or before it with the
+        # generation prompt (SmolLM 3), and end within its turn count.
         last = max(answer.end, until or 0)
+        last = next((place for place in range(last, len(self.text)) if not self.text[place].isspace()), len(self.text))
         first = bisect_left(self.generated, answer.begin, key=itemgetter(0))
+        first -= first > 0 and self._begins_with_prompt(self.generated[first - 1], number, answer)
         inside = [*takewhile(lambda block: block.end <= last, islice(self.generated, first, None))]
         if content is not None:
             inside = [block for block in inside if block.begin <= content.begin and content.end <= block.end]
         if not inside:
             raise self._unclear(number, "its {% generation %} blocks mark other text")
+
+    def _begins_with_prompt(self, block: TextSpan, number: int, answer: TextSpan) -> bool:
+        """Whether a block that begins before an answer reaches into it, and has no other answer."""
+        others = (content for other, content in self.contents.items() if other < number)
+        return block.end > answer.begin and all(content.end <= block.begin for content in others)
 
     def _check_thoughts(self, number: int, answer: TextSpan) -> None:
         """UnclearError if the answer lacks the thoughts that its message has: the template drops those of this turn."""
@@ -313,15 +321,29 @@ def _end_by_next_turn(template: ChatTemplate, chat: Conversation, text: str) -> 
     ends = [end for _, end in template.control_places(text)[-1:]]
     if not template.stops or last["role"] != "assistant" or (ends and not text[ends[0] :].strip()):
         return ""
-    follows = {"role": "tool" if "tool_calls" in last else "user", "content": "a", "name": "a", "tool_call_id": "a"}
+    mark = chr(MARKS)
+    follows = {"role": "tool" if "tool_calls" in last else "user", "content": mark, "name": "a", "tool_call_id": "a"}
     (longer,) = template.render_all([Rendering([*chat.messages, follows], False, chat.variables)], chat.tools)
-    if isinstance(longer, ValueError) or not (longer := without_generation_marks(longer)).startswith(text):
+    if isinstance(longer, ValueError):
         return ""
-    after = longer[len(text) :]
-    for begin, end in template.control_places(after)[:1]:
-        if after[begin:end] in template.stops and not after[:begin].strip():
-            return after[:end]
-    return ""
+    # The template may drop the thoughts of this turn now. So the next turn begins with the control token before which
+    # most is as it was.
+    longer = without_generation_marks(longer).partition(mark)[0]
+    content, best, end_of_turn = text.rstrip(), 0, ""
+    space = text[len(content) :]
+    for begin, end in template.control_places(longer):
+        before = longer[:begin].rstrip()
+        alike = _alike(content, before)
+        between = longer[len(before) : begin]
+        if alike > best and between.startswith(space) and longer[begin:end] in template.stops:
+            best, end_of_turn = alike, between[len(space) :] + longer[begin:end]
+    return end_of_turn
+
+
+def _alike(one: str, other: str) -> int:
+    """Characters at the end of two texts that are equal, up to some."""
+    size = min(len(one), len(other), MOST_ALIKE)
+    return next((number for number in range(size) if one[-1 - number] != other[-1 - number]), size)
 
 
 def _with_marks(chat: Conversation) -> list[Message] | None:
