@@ -10,14 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatronish.core.foreign import json_value
+from megatronish.core.roles import ROLES, SAME_ROLE, THOUGHTS
 
 Message = dict[str, Any]
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SAME_ROLE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
-SAME_ROLE |= {"observation": "tool", "function_response": "tool", "ipython": "tool", "chatgpt": "assistant"}
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names of what the assistant thought before its content, of which the first counts."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +158,10 @@ Prompted = tuple[Any, Any]
 """Prompt and completion: both texts, or both lists of messages."""
 
 
+PROMPTS = ("prompt", "messages", "conversations", "conversation")
+"""Names of what the completions of a pair answer."""
+
+
 @dataclass(frozen=True)
 class CompletionPair:
     """Two completions of one prompt; `label` says whether the first is wanted."""
@@ -183,11 +182,15 @@ class LabelledCompletion:
 
 
 def chosen_and_rejected(record: dict[str, Any]) -> tuple[Prompted, Prompted]:
-    """Prompts and completions of {"prompt", "chosen", "rejected"}; without a prompt their common beginning is one."""
+    """Prompts and completions of {"prompt", "chosen", "rejected"}; without a prompt their common beginning is one.
+
+    "messages" may be the prompt, too.
+    """
     for name in ("chosen", "rejected"):
         if not record.get(name):
             raise ValueError(f"{name} is missing or empty; a pair is an object with prompt, chosen and rejected")
-    prompt = record.get("prompt")
+    # Axolotl's files have the prompt as messages, and each answer as one message.
+    prompt = next((record[name] for name in PROMPTS if record.get(name) is not None), None)
     chosen, rejected = (_listed(record[name]) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("chosen and rejected must both be texts, or both be lists of messages")

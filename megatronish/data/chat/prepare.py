@@ -20,8 +20,8 @@ from megatronish.config.sections.data import ChatConfig
 from megatronish.core.errors import UserError
 from megatronish.core.files import one_builder
 from megatronish.core.foreign import json_value
+from megatronish.core.roles import SAME_ROLE
 from megatronish.data.chat.conversation import (
-    SAME_ROLE,
     CompletionPair,
     Conversation,
     LabelledCompletion,
