@@ -22,8 +22,8 @@ from megatronish.config.sections.run import LogConfig
 from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
 from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, TIKTOKEN, WORDPIECE, tokenizer_type
-from megatronish.tokenizer.settings import behind, read_settings
+from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, WORDPIECE, tokenizer_type
+from megatronish.tokenizer.settings import behind, settings_of
 
 # Sizes of vocabularies, read from a tokenizer's files without the libraries that run tokenizers.
 
@@ -65,7 +65,7 @@ def _own_vocabulary(data: DataConfig) -> int | None:
         return _tiktoken_size(path, data)
     if kind == "sentencepiece":
         size = sum(number == PIECES for number in _fields(_content(path)))
-        return 1 + max(behind(read_settings(path.parent), size, source=path), default=size - 1) if size else None
+        return 1 + max(behind(settings_of(path), size, source=path), default=size - 1) if size else None
     return None
 
 
@@ -91,8 +91,7 @@ def _tiktoken_size(path: Path, data: DataConfig) -> int:
         largest = max(int(entry["rank"]) for entry in json.loads(content))
         return min(largest + 1 + data.tiktoken_num_special_tokens, LARGEST_VOCABULARY)
     largest = max(int(line.split()[1]) for line in content.splitlines() if line.strip())
-    has_folder = path.name == TIKTOKEN and not data.tiktoken_special_tokens
-    if has_folder and (added := behind(read_settings(path.parent), largest + 1, source=path)):
+    if not data.tiktoken_special_tokens and (added := behind(settings_of(path), largest + 1, source=path)):
         return max(added) + 1
     return largest + 1 + len(data.tiktoken_special_tokens or SPECIAL_TOKENS_LAST)
 

@@ -6,10 +6,18 @@ from pathlib import Path, PurePath
 from typing import Any, get_args
 
 from megatronish.config.sections.data import DataConfig
-from megatronish.tokenizer.names import NAMES, TEMPLATES, TIKTOKEN, WORDPIECE, TokenizerType, tokenizer_of_files
+from megatronish.tokenizer.names import (
+    NAMES,
+    SENTENCEPIECE,
+    TEMPLATES,
+    TIKTOKEN,
+    WORDPIECE,
+    TokenizerType,
+    tokenizer_of_files,
+)
 
 _TOKENS = ("tokenizer.json", "tokenizer.model", TIKTOKEN, "vocab.json", "merges.txt")
-_STANDARD = {"sentencepiece": "tokenizer.model", "tiktoken": TIKTOKEN, **dict.fromkeys(WORDPIECE, "vocab.txt")}
+_STANDARD = {"sentencepiece": SENTENCEPIECE, "tiktoken": TIKTOKEN, **dict.fromkeys(WORDPIECE, "vocab.txt")}
 """Names of a tokenizer's file by its kind, where it is no tokenizer.json."""
 
 
@@ -37,7 +45,8 @@ def files_of(data: DataConfig) -> dict[str, Path]:
         files = in_folder(model)
     elif model is not None:
         beside = {name: path for name, path in in_folder(model.parent).items() if name not in _TOKENS}
-        files = beside | {standard: model}
+        has_files = standard == "tokenizer.json" or model.name == standard  # else they may be another tokenizer's
+        files = (beside if has_files else {}) | {standard: model}
     return {name: path for name, path in files.items() if path.is_file()}
 
 

@@ -49,8 +49,9 @@ NAMES = (
 )
 """Files of a tokenizer in a Hugging Face folder, and what stands next to them and is read with them."""
 
+SENTENCEPIECE = "tokenizer.model"
 TIKTOKEN = "tiktoken.model"
-"""File of a tokenizer in the folders of Kimi K2, whose code splits text in its own way."""
+"""Files of a tokenizer without a tokenizer.json: of SentencePiece, and of Kimi K2, which splits text in its own way."""
 
 TEMPLATES = "additional_chat_templates"
 """Folder next to them that may have more templates (.jinja)."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megatronish.core import foreign
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
+from megatronish.tokenizer.names import SENTENCEPIECE, TIKTOKEN
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """Keys of the special tokens that have a name."""
@@ -44,6 +45,9 @@ class TokenizerSettings(NamedTuple):
         return tuple(name for key, name in self.tokens.items() if key == "eos_token")
 
 
+NO_SETTINGS = TokenizerSettings({}, {}, None, None)
+
+
 def read_settings(folder: Path) -> TokenizerSettings:
     """Settings in the files of a folder, all of which may be missing; UserError for one that cannot be read."""
     config = read_object(folder / "tokenizer_config.json")
@@ -61,6 +65,14 @@ def read_settings(folder: Path) -> TokenizerSettings:
     flags = (config.get(key) for key in ("add_bos_token", "add_eos_token"))
     adds_bos, adds_eos = (flag if isinstance(flag, bool) else None for flag in flags)
     return TokenizerSettings(tokens, added, adds_bos, adds_eos)
+
+
+def settings_of(model: Path) -> TokenizerSettings:
+    """Settings in the files next to a tokenizer.model or a tiktoken.model; none for a file of another name.
+
+    A folder of such a file may have the files of another tokenizer.
+    """
+    return read_settings(model.parent) if model.name in (SENTENCEPIECE, TIKTOKEN) else NO_SETTINGS
 
 
 def stops_of_generation(folder: Path) -> set[int]:

@@ -20,8 +20,8 @@ import tokenizers
 
 from megatronish.core.errors import UserError
 from megatronish.core.files import ordinary
-from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, TIKTOKEN
-from megatronish.tokenizer.settings import AddedName, behind, read_settings
+from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST
+from megatronish.tokenizer.settings import AddedName, behind, settings_of
 
 PATTERNS: Mapping[str, str] = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -68,7 +68,7 @@ def read_tiktoken(
         return _build(ids, dict(zip(names, range(num_special_tokens), strict=True)), pattern, path)
     ids = _of_lines(text, path)
     first = max(ids.values()) + 1
-    if path.name == TIKTOKEN and not special_tokens and (added := _in_folder(path, first)):
+    if not special_tokens and (added := _in_folder(path, first)):
         shown = [token.name for token in added.values() if not token.is_special]
         return _build(ids, {token.name: number for number, token in added.items()}, pattern, path, shown=shown)
     names = list(special_tokens or SPECIAL_TOKENS_LAST)
@@ -77,7 +77,7 @@ def read_tiktoken(
 
 def _in_folder(path: Path, first: int) -> dict[int, AddedName]:
     """Tokens from the id `first` on that the folder's tokenizer_config.json adds, without a gap; empty for none."""
-    added = behind(read_settings(path.parent), first, source=path)
+    added = behind(settings_of(path), first, source=path)
     end = max(added, default=first - 1) + 1
     return {id_: added.get(id_, AddedName(f"<|reserved_token_{id_}|>", True)) for id_ in range(first, end)}
 

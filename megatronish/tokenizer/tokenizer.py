@@ -32,8 +32,8 @@ from megatronish.tokenizer.control_tokens import (
     SentencePieceControls,
     SpanTokens,
 )
-from megatronish.tokenizer.names import TIKTOKEN, WORDPIECE, TokenizerType, tokenizer_type
-from megatronish.tokenizer.settings import AddedName, TokenizerSettings, behind, read_settings
+from megatronish.tokenizer.names import WORDPIECE, TokenizerType, tokenizer_type
+from megatronish.tokenizer.settings import AddedName, TokenizerSettings, behind, read_settings, settings_of
 from megatronish.tokenizer.tiktoken_file import read_tiktoken
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]", "[SEP]")
@@ -171,7 +171,7 @@ class SentencePieceTokenizer(Tokenizer):
         except (OSError, ValueError) as error:
             raise UserError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
         self._own_size = self._model.get_piece_size()
-        settings = read_settings(path.parent)
+        settings = settings_of(path)
         added = behind(settings, self._own_size, source=path)
         self._added = {token.name: number for number, token in added.items()}
         self.vocab_size = max(self._added.values(), default=self._own_size - 1) + 1
@@ -323,8 +323,8 @@ class HuggingFaceTokenizer(Tokenizer):
             vocab_size=data.vocab_size,
         )
         # What the folder says is of a file whose special tokens no flag names.
-        settings = read_settings(path.parent) if path.name == TIKTOKEN and not data.tiktoken_special_tokens else None
-        return cls(model, eod=_find_eod(model.token_to_id, path, first=settings.eos if settings else ()))
+        first = () if data.tiktoken_special_tokens else settings_of(path).eos
+        return cls(model, eod=_find_eod(model.token_to_id, path, first=first))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

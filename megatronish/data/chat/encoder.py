@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatronish.config.sections.data import TrainOn
 from megatronish.data.chat.answers import Rendered, TextSpan, UnclearError, render_answers
-from megatronish.data.chat.conversation import Conversation, Message, PlainText
+from megatronish.data.chat.conversation import Conversation, Message, PlainText, conversation_of
 from megatronish.data.chat.template import NO_VARIABLES, ChatTemplate, Rendering
 from megatronish.tokenizer.control_tokens import ControlEncoder, PlacedTokens
 
@@ -134,6 +134,14 @@ class ChatEncoder:
         shielded = template.render_one(asked, shield(list(tools)))
         places = template.control_places(shielded)
         return self._placed(template.unshield(shielded), places).ids
+
+    def ends_of_answers(self) -> tuple[int, ...]:
+        """Tokens with which the template ends an answer; none if it does not tell."""
+        words = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            return self.encode(conversation_of(words))[0].ends
+        except ValueError:
+            return ()
 
     def _template_for(self, tools: Sequence[Any]) -> ChatTemplate:
         template = self._with_tools if tools and self._with_tools is not None else self.template

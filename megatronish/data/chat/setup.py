@@ -179,15 +179,22 @@ class ChatSetup:
         source = self._source_with_tools()
         return None if source is None else self._template(*source)
 
+    def template_source(self) -> str:
+        """Text of the chosen template, or the model's own; UserError if there is none."""
+        return self._chosen()[1]
+
     def template(self) -> ChatTemplate:
         """The chosen template, or the model's own; UserError if there is none."""
+        return self._template(*self._chosen())
+
+    def _chosen(self) -> tuple[str, str]:
         named_source = self._named_source()
         if named_source is None:
             raise UserError(
                 f"the tokenizer{f' in {self.folder}' if self.folder else ''} has no chat template; name one with "
                 f"--chat-template: {', '.join(BUILT_IN)}, or a .jinja file"
             )
-        return self._template(*named_source)
+        return named_source
 
     def _template(self, name: str, source: str) -> ChatTemplate:
         return ChatTemplate(
