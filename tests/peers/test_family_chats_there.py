@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_models import write_chat_model
 from chat_tokenizers import DATE, byte_level, with_controls
 from family_templates import DEEPSEEK_V3, FAMILY_CHATS, FamilyChat
 from tokenizers import models, pre_tokenizers, processors
 
-from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.data import ChatConfig, DataConfig
 from megatronish.data.chat.conversation import conversation_of
+from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.chat.template import ChatTemplate, Rendering
+from megatronish.formats import tokenizer_files
+from megatronish.formats.chat_files import with_chat_files
+from megatronish.formats.hf.tensors import describe
 from megatronish.tokenizer.names import tokenizer_in
 from megatronish.tokenizer.tokenizer import build_tokenizer
 
@@ -121,3 +126,21 @@ def compare(folder: Path, config: dict[str, Any]) -> None:
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
         plain = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert ours.encode(text) == plain
+
+
+def test_a_model_that_was_trained_on_chats_chats_there_as_it_was_trained(tmp_path: Path) -> None:
+    import transformers
+
+    write_chat_model(tmp_path / "base", template=None)
+    description = describe(tmp_path / "base")
+    with with_chat_files(description, ChatConfig(chat_template="chatml")) as described:
+        tokenizer_files.copy(described.tokenizer_files, tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    stops = transformers.GenerationConfig.from_pretrained(str(tmp_path / "out")).eos_token_id
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "é?"}]
+    data = DataConfig(**tokenizer_in(tmp_path / "base", like_gpt2=False))
+    setup = ChatSetup.of(ChatConfig(chat_template="chatml"), data, build_tokenizer(data))
+    prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    encoder = setup.encoder(for_chats=True)
+    assert encoder.prompt(messages) == prompt
+    assert set(encoder.ends_of_answers()) <= set(stops)
