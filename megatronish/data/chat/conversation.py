@@ -158,8 +158,8 @@ Prompted = tuple[Any, Any]
 """Prompt and completion: both texts, or both lists of messages."""
 
 
-PROMPTS = ("prompt", "messages", "conversations", "conversation")
-"""Names of what the completions of a pair answer."""
+PROMPTS = ("messages", "conversations", "conversation")
+"""Other names of what the completions of a pair answer."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +184,16 @@ class LabelledCompletion:
 def chosen_and_rejected(record: dict[str, Any]) -> tuple[Prompted, Prompted]:
     """Prompts and completions of {"prompt", "chosen", "rejected"}; without a prompt their common beginning is one.
 
-    "messages" may be the prompt, too.
+    Messages under another name are the prompt of completions that begin with an answer.
     """
     for name in ("chosen", "rejected"):
         if not record.get(name):
             raise ValueError(f"{name} is missing or empty; a pair is an object with prompt, chosen and rejected")
-    # Axolotl's files have the prompt as messages, and each answer as one message.
-    prompt = next((record[name] for name in PROMPTS if record.get(name) is not None), None)
+    prompt = record.get("prompt")
     chosen, rejected = (_listed(record[name]) for name in ("chosen", "rejected"))
+    # Axolotl's files have the prompt as messages, and each answer as one message.
+    if prompt is None and isinstance(chosen, list) and not _asks(chosen):
+        prompt = next((record[name] for name in PROMPTS if record.get(name) is not None), None)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("chosen and rejected must both be texts, or both be lists of messages")
     if chosen == rejected:
