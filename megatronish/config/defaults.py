@@ -22,7 +22,7 @@ from megatronish.config.sections.run import LogConfig
 from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
 from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, WORDPIECE, tokenizer_type
+from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, TEKKEN, WORDPIECE, tokenizer_type
 from megatronish.tokenizer.settings import behind, settings_of
 
 # Sizes of vocabularies, read from a tokenizer's files without the libraries that run tokenizers.
@@ -90,6 +90,10 @@ def _tiktoken_size(path: Path, data: DataConfig) -> int:
     if content.lstrip().startswith(b"["):
         largest = max(int(entry["rank"]) for entry in json.loads(content))
         return min(largest + 1 + data.tiktoken_num_special_tokens, LARGEST_VOCABULARY)
+    if content.lstrip().startswith(b"{"):
+        return int(json.loads(content)["config"]["default_vocab_size"])
+    if path.name == TEKKEN:
+        return int(json.loads(content)["config"]["default_vocab_size"])
     largest = max(int(line.split()[1]) for line in content.splitlines() if line.strip())
     if not data.tiktoken_special_tokens and (added := behind(settings_of(path), largest + 1, source=path)):
         return max(added) + 1

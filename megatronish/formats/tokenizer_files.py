@@ -9,6 +9,7 @@ from megatronish.config.sections.data import DataConfig
 from megatronish.tokenizer.names import (
     NAMES,
     SENTENCEPIECE,
+    TEKKEN,
     TEMPLATES,
     TIKTOKEN,
     WORDPIECE,
@@ -17,7 +18,7 @@ from megatronish.tokenizer.names import (
 )
 
 _TOKENS = ("tokenizer.json", "tokenizer.model", TIKTOKEN, "vocab.json", "merges.txt")
-_STANDARD = {"sentencepiece": SENTENCEPIECE, "tiktoken": TIKTOKEN, **dict.fromkeys(WORDPIECE, "vocab.txt")}
+_STANDARD = {"sentencepiece": SENTENCEPIECE, **dict.fromkeys(WORDPIECE, "vocab.txt")}
 """Names of a tokenizer's file by its kind, where it is no tokenizer.json."""
 
 
@@ -30,15 +31,17 @@ def in_folder(folder: Path) -> dict[str, Path]:
 def files_of(data: DataConfig) -> dict[str, Path]:
     """Tokenizer files that a config names, by their standard names; files that are missing are left out.
 
-    A tiktoken file has no standard name that other programs would read, except that of Kimi K2.
+    A tiktoken file has no standard name that other programs would read, except those of Kimi K2 and of Mistral.
     """
-    if data.tokenizer_type == "tiktoken" and PurePath(data.tokenizer_model or "").name != TIKTOKEN:
+    if data.tokenizer_type == "tiktoken" and PurePath(data.tokenizer_model or "").name not in (TIKTOKEN, TEKKEN):
         return {}
     files: dict[str, Path] = {}
     if data.tokenizer_type not in get_args(TokenizerType):
         return files  # what the file of a plug-in's tokenizer is, the plug-in knows alone
     model = Path(data.tokenizer_model) if data.tokenizer_model else None
     standard = _STANDARD.get(data.tokenizer_type, "tokenizer.json")
+    if model is not None and data.tokenizer_type == "tiktoken":
+        standard = model.name
     if data.vocab_file and data.merge_file:
         files = {"vocab.json": Path(data.vocab_file), "merges.txt": Path(data.merge_file)}
     elif model is not None and model.is_dir():

@@ -51,7 +51,9 @@ NAMES = (
 
 SENTENCEPIECE = "tokenizer.model"
 TIKTOKEN = "tiktoken.model"
-"""Files of a tokenizer without a tokenizer.json: of SentencePiece, and of Kimi K2, which splits text in its own way."""
+TEKKEN = "tekken.json"
+"""Files of a tokenizer without a tokenizer.json: of SentencePiece, of Kimi K2, which splits text in its own way, and of
+Mistral's models since 2024."""
 
 TEMPLATES = "additional_chat_templates"
 """Folder next to them that may have more templates (.jinja)."""
@@ -86,4 +88,6 @@ def tokenizer_of_files(names: Collection[str], *, folder: PurePath, like_gpt2: b
     if TIKTOKEN in names:
         model = str(folder / TIKTOKEN)
         return {"tokenizer_type": "tiktoken", "tokenizer_model": model, "tiktoken_pattern": "kimi"}
+    if TEKKEN in names:
+        return {"tokenizer_type": "tiktoken", "tokenizer_model": str(folder / TEKKEN)}
     return {}

@@ -216,3 +216,47 @@ def test_every_file_of_a_tokenizer_comes_along_with_a_model(tmp_path: Path) -> N
         assert set(files) == {*names, file, "additional_chat_templates/tool_use.jinja"}
         tokenizer_files.copy(files, folder / "copy")
         assert tokenizer_files.in_folder(folder / "copy").keys() | {file} == set(files)
+
+
+# tekken.json: Mistral
+
+
+def tekken_file(folder: Path, **config: Any) -> None:
+    tokens = [*(bytes([byte]) for byte in range(256)), b"te", b"text", b"beyond"]
+    entries = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(tokens)]
+    special = [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(TEKKEN_TOKENS)]
+    settings = {"pattern": r"\p{L}+|\s|[^\p{L}\s]+", "default_vocab_size": 266, "default_num_special_tokens": 8}
+    write(folder, "tekken.json", {"config": {**settings, **config}, "vocab": entries, "special_tokens": special})
+
+
+TEKKEN_TOKENS = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+
+
+def test_tekken_has_its_special_tokens_first_and_begins_a_text(tmp_path: Path) -> None:
+    tekken_file(tmp_path)
+    tokenizer = built(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (266, 2)
+    assert tokenizer.encode("text") == [257 + 8]
+    assert tokenizer.encode_marked("[INST]text</s>") == [1, 3, 265, 2]
+    assert {"[INST]", "<SPECIAL_7>"} <= set(tokenizer.control_encoder().names)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text == streamed(tokenizer, ids)
+    assert set(tokenizer_files.files_of(DataConfig(**tokenizer_in(tmp_path, like_gpt2=False)))) == {"tekken.json"}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"pattern": "("}, "its pattern is no regular expression"),
+        ({"default_num_special_tokens": 2}, "names no special tokens <s> and </s>"),
+        ({"default_vocab_size": "x"}, "is no tekken.json"),
+    ],
+)
+def test_a_tekken_file_that_is_none_is_refused(config: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    tekken_file(tmp_path, **config)
+    if "default_num_special_tokens" in config:
+        content = json.loads((tmp_path / "tekken.json").read_text())
+        write(tmp_path, "tekken.json", {**content, "special_tokens": None})
+    with pytest.raises(UserError, match=sentence):
+        build_tokenizer(DataConfig(**tokenizer_in(tmp_path, like_gpt2=False)))
