@@ -19,7 +19,7 @@ PACKAGE = ROOT / "megatronish"
 # and the rows above its own. Parts that are files may import each other within a row.
 ROWS = (
     ("core",),
-    ("tokenizer.names",),
+    ("tokenizer.names", "tokenizer.settings"),
     ("compat.megatron_flags",),
     ("parallel.schedules",),
     ("config",),
@@ -98,6 +98,7 @@ WITHOUT_TORCH = (
     "watch/*.py",
     "estimate/planner/*.py",
     "tokenizer/names.py",
+    "tokenizer/settings.py",
     "__init__.py",
     "__main__.py",
     "commands/*.py",

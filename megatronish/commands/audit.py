@@ -38,6 +38,8 @@ class AuditArguments:
     """Kind of the tokenizer. Derived from its files."""
     chat_template: str | None = None
     """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: its own."""
+    chat_template_kwargs: str | None = None
+    """Variables of the template, as JSON: '{"enable_thinking": false}' for Qwen 3."""
     chat_format: ChatFormat = "auto"
     """Format of the files; `auto` takes that of the first good line of each file."""
     chat_date: str = ChatConfig.chat_date
@@ -77,6 +79,7 @@ def run(arguments: AuditArguments) -> int:
     chat = ChatConfig(
         chat_format=arguments.chat_format,
         chat_template=arguments.chat_template,
+        chat_template_kwargs=arguments.chat_template_kwargs,
         chat_date=arguments.chat_date,
         train_on=arguments.train_on,
         pack_samples=arguments.pack_samples,

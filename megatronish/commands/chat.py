@@ -166,7 +166,11 @@ def prepare(arguments: ChatArguments) -> ChatTask:
         raise UserError(f"--num-tokens {arguments.num_tokens} must be at least 1; for example 512")
     sampling, model = sampling_of(arguments), open_model(arguments, waits=True)
     prompts = ChatPrompts.of(
-        model.found, model.tokenizer, template=arguments.chat_template, seq_length=model.seq_length
+        model.found,
+        model.tokenizer,
+        template=arguments.chat_template,
+        variables=arguments.chat_template_kwargs,
+        seq_length=model.seq_length,
     )
     return ChatTask(arguments, model, prompts, sampling)
 

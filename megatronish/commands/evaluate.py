@@ -68,7 +68,8 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> TasksToScore:
     config = saved_model.config(replace(parallel, distributed_timeout_minutes=A_WEEK), training)
     config = replace(config, plugins=PluginsConfig(arguments.plugin))
     tokenizer = tokenizer_of(saved_model)
-    chats = ChatSetup.of(ChatConfig(chat_template=arguments.chat_template), saved_model.description.data, tokenizer)
+    asked = ChatConfig(chat_template=arguments.chat_template, chat_template_kwargs=arguments.chat_template_kwargs)
+    chats = ChatSetup.of(asked, saved_model.description.data, tokenizer)
     _ = chats.controls  # what has none is refused here
     if arguments.apply_chat_template:
         chats.template()

@@ -85,6 +85,8 @@ class ChatArguments(SamplingArguments, ModelArguments):
     chat_template: str | None = None
     """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: the one of
     the run, or the model's own."""
+    chat_template_kwargs: str | None = None
+    """Variables of the template, as JSON: '{"enable_thinking": false}' for Qwen 3. Derived: those of the run."""
     system: str | None = None
     """Message of the system, before all others."""
     num_tokens: int = 512
@@ -112,6 +114,8 @@ class ServeArguments(ModelArguments):
     chat_template: str | None = None
     """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: the one of
     the run, or the model's own."""
+    chat_template_kwargs: str | None = None
+    """Variables of the template, as JSON: '{"enable_thinking": false}' for Qwen 3. Derived: those of the run."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,8 @@ class EvaluateArguments:
     """Ask in the form of a chat."""
     chat_template: str | None = None
     """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: its own."""
+    chat_template_kwargs: str | None = None
+    """Variables of the template, as JSON: '{"enable_thinking": false}' for Qwen 3."""
     log_samples: bool = False
     """Write each question with its answer to the output, too."""
     json_key: str = "text"

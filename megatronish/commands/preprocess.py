@@ -52,7 +52,7 @@ class TokenizingArguments:
     """vocab.json of a GPT-2 tokenizer, with --merge-file; or vocab.txt of a BERT."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
-    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k", "kimi"] = "v2"
     """How a tiktoken tokenizer splits text into words."""
     tiktoken_num_special_tokens: int = 1000
     """Special tokens that come first in a tiktoken vocabulary of JSON."""

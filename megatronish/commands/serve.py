@@ -53,10 +53,14 @@ def prepare(arguments: ServeArguments) -> ServerTask:
     prompts, why = None, ""
     try:
         prompts = ChatPrompts.of(
-            model.found, model.tokenizer, template=arguments.chat_template, seq_length=model.seq_length
+            model.found,
+            model.tokenizer,
+            template=arguments.chat_template,
+            variables=arguments.chat_template_kwargs,
+            seq_length=model.seq_length,
         )
     except UserError as error:
-        if arguments.chat_template is not None:
+        if arguments.chat_template is not None or arguments.chat_template_kwargs is not None:
             raise
         why = str(error)
     return ServerTask(arguments, model, prompts, why)

@@ -22,7 +22,8 @@ from megatronish.config.sections.run import LogConfig
 from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
 from megatronish.core.errors import UserError
 from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, WORDPIECE, tokenizer_type
+from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, TEKKEN, WORDPIECE, tokenizer_type
+from megatronish.tokenizer.settings import behind, settings_of
 
 # Sizes of vocabularies, read from a tokenizer's files without the libraries that run tokenizers.
 
@@ -61,9 +62,10 @@ def _own_vocabulary(data: DataConfig) -> int | None:
             return 1 + max(json.loads(_content(path / "vocab.json")).values())
         return 1 + max(_ids(json.loads(_content(path / "tokenizer.json" if path.is_dir() else path))))
     if kind == "tiktoken":
-        return _tiktoken_size(_content(path), data)
+        return _tiktoken_size(path, data)
     if kind == "sentencepiece":
-        return sum(number == PIECES for number in _fields(_content(path))) or None
+        size = sum(number == PIECES for number in _fields(_content(path)))
+        return 1 + max(behind(settings_of(path), size, source=path), default=size - 1) if size else None
     return None
 
 
@@ -82,12 +84,19 @@ def _content(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _tiktoken_size(content: bytes, data: DataConfig) -> int:
+def _tiktoken_size(path: Path, data: DataConfig) -> int:
     """Tokens of a tiktoken file: those of a JSON list follow the special ones, and lines have them at their end."""
+    content = _content(path)
     if content.lstrip().startswith(b"["):
         largest = max(int(entry["rank"]) for entry in json.loads(content))
         return min(largest + 1 + data.tiktoken_num_special_tokens, LARGEST_VOCABULARY)
+    if content.lstrip().startswith(b"{"):
+        return int(json.loads(content)["config"]["default_vocab_size"])
+    if path.name == TEKKEN:
+        return int(json.loads(content)["config"]["default_vocab_size"])
     largest = max(int(line.split()[1]) for line in content.splitlines() if line.strip())
+    if not data.tiktoken_special_tokens and (added := behind(settings_of(path), largest + 1, source=path)):
+        return max(added) + 1
     return largest + 1 + len(data.tiktoken_special_tokens or SPECIAL_TOKENS_LAST)
 
 

@@ -23,7 +23,7 @@ from megatronish.config.sections.run import CheckpointConfig
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 from megatronish.core.names import BLOCK_NAMES
-from megatronish.tokenizer.names import tokenizer_in
+from megatronish.tokenizer.names import TEKKEN, TIKTOKEN, tokenizer_in, tokenizer_of_files
 
 TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
 TOKENIZER_FIELDS = ("tokenizer_type", *TOKENIZER_PATHS, *TIKTOKEN_FIELDS)
@@ -59,14 +59,16 @@ ReadStart = Callable[[CheckpointConfig], Start | None]
 def implied_tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of DataConfig that follow from the files of a tokenizer, where some are given.
 
-    --tokenizer-model alone: a folder of files, or a tokenizer.json. --vocab-file and --merge-file: GPT-2's tokenizer.
-    A Hugging Face tokenizer without a file is the one that lies in the folder of --load.
+    --tokenizer-model alone: a folder of files, a tokenizer.json, a tiktoken.model or a tekken.json. --vocab-file and
+    --merge-file: GPT-2's tokenizer. A Hugging Face tokenizer without a file lies in the folder of --load.
     """
     kind, model, load = (given.get(name) for name in ("tokenizer_type", "tokenizer_model", "load"))
     gpt2 = given.get("vocab_file") is not None and given.get("merge_file") is not None
     if kind is None and model is not None:
         if Path(model).is_dir():
             return tokenizer_in(Path(model), like_gpt2=True)
+        if (name := Path(model).name) in (TIKTOKEN, TEKKEN):
+            return tokenizer_of_files([name], folder=Path(model).parent, like_gpt2=False)
         return {"tokenizer_type": "huggingface"} if Path(model).suffix == ".json" else {}
     if kind is None and gpt2:
         return {"tokenizer_type": "huggingface"}

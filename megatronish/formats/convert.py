@@ -20,6 +20,7 @@ from megatronish.checkpoint.tensors import ALONE
 from megatronish.core.errors import UserError
 from megatronish.formats import native
 from megatronish.formats.adapters import merged, read_native
+from megatronish.formats.chat_files import trained_with, with_chat_files
 from megatronish.formats.hf import tensors as hf
 from megatronish.formats.load_sharded import Allowed, check_source, check_target
 from megatronish.formats.megatron import read as megatron
@@ -149,10 +150,12 @@ def convert(
         for name, tensor in converted.tensors.items()
     }
     num_bytes = sum(map(nbytes_of, tensors.values()))
+    chat = trained_with(([] if adapter is None else [adapter]) + ([load] if source == "megatronish" else []))
     # The writer reads each tensor when its bytes are due, and the bar counts these reads.
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None, desc="converting") as bar:
+    progress = tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None, desc="converting")
+    with with_chat_files(description, chat) as described, progress as bar:
         counted = {name: _counted(tensor, bar) for name, tensor in tensors.items()}
-        FORMATS[target].write(save, Model(description, counted), **(writing or {}))
+        FORMATS[target].write(save, Model(described, counted), **(writing or {}))
     return Report(
         tensors_in=len(theirs),
         tensors_out=len(tensors),

@@ -135,7 +135,8 @@ def description_of(folder: Path) -> Description:
 def _files_of(data: DataConfig, folder: Path) -> dict[str, Path]:
     """Tokenizer files by their standard names: those in the checkpoint, or else those that its config names."""
     if (folder / TOKENIZER).is_dir():
-        return {path.name: path for path in sorted((folder / TOKENIZER).iterdir())}
+        kept = {path.name: path for path in sorted((folder / TOKENIZER).iterdir()) if path.is_file()}
+        return tokenizer_files.in_folder(folder / TOKENIZER) | kept
     return tokenizer_files.files_of(data)
 
 

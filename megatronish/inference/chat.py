@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatronish.checkpoint.folder import find_checkpoint, read_state
-from megatronish.config.dump import section_of
-from megatronish.config.portable import with_copies
 from megatronish.config.sections.data import ChatConfig
-from megatronish.data.chat.conversation import Message, conversation_of
+from megatronish.data.chat.conversation import Message
 from megatronish.data.chat.encoder import ChatEncoder
 from megatronish.data.chat.setup import ChatSetup
+from megatronish.formats.chat_files import trained_with
 from megatronish.inference.load import SavedModel
 from megatronish.tokenizer.tokenizer import Tokenizer
 
@@ -32,12 +29,27 @@ class ChatPrompts:
     seq_length: int
 
     @classmethod
-    def of(cls, found: SavedModel, tokenizer: Tokenizer, *, template: str | None, seq_length: int) -> "ChatPrompts":
-        """The chats of a model on disk; UserError if it has no template and `template` names none."""
-        config = _trained_with(found)
-        config = ChatConfig(chat_template=template or config.chat_template, chat_date=config.chat_date)
+    def of(
+        cls,
+        found: SavedModel,
+        tokenizer: Tokenizer,
+        *,
+        template: str | None,
+        seq_length: int,
+        variables: str | None = None,
+    ) -> "ChatPrompts":
+        """The chats of a model on disk; UserError if it has no template and `template` names none.
+
+        `variables` are more of the template's, as JSON.
+        """
+        config = trained_with([*found.adapters.values(), *(() if found.is_hf else (found.checkpoint,))])
+        config = ChatConfig(
+            chat_template=template or config.chat_template,
+            chat_template_kwargs=variables or config.chat_template_kwargs,
+            chat_date=config.chat_date,
+        )
         encoder = ChatSetup.of(config, found.description.data, tokenizer).encoder(for_chats=True)
-        stops = {tokenizer.eod, *found.description.stops, *_ends_of_answers(encoder)}
+        stops = {tokenizer.eod, *found.description.stops, *encoder.ends_of_answers()}
         return cls(encoder, frozenset(stops), seq_length)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -73,29 +85,3 @@ def _ever_fewer(messages: Sequence[Message]) -> Iterator[list[Message]]:
     first = starts[0] if starts else len(messages)
     for start in starts or [first]:
         yield [*messages[:first], *messages[start:]]
-
-
-def _trained_with(found: SavedModel) -> ChatConfig:
-    """Settings of the chats that the adapters or the model were trained on, of the first run that names a template."""
-    for folder in (*found.adapters.values(), *(() if found.is_hf else (found.checkpoint,))):
-        config = _config_of(folder)
-        if config.chat_template is not None:
-            return config
-    return ChatConfig()
-
-
-def _config_of(folder: Path) -> ChatConfig:
-    checkpoint = find_checkpoint(folder) if folder.is_dir() else None
-    saved: dict[str, Any] = (
-        {} if checkpoint is None else with_copies(read_state(checkpoint), checkpoint).get("chat", {})
-    )
-    return section_of(ChatConfig, saved)
-
-
-def _ends_of_answers(encoder: ChatEncoder) -> tuple[int, ...]:
-    """Tokens with which the template ends an answer; none if it does not tell."""
-    words = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        return encoder.encode(conversation_of(words))[0].ends
-    except ValueError:
-        return ()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,7 +47,7 @@ from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stage import build_stage
 from megatronish.parallel.sharding import Shard
 from megatronish.parallel.stages import Stages
-from megatronish.tokenizer.names import TokenizerType
+from megatronish.tokenizer.names import TEKKEN, TIKTOKEN, TokenizerType, tokenizer_in, tokenizer_of_files
 from megatronish.tokenizer.tokenizer import build_tokenizer
 from megatronish.train.checkpoint_state import base_tensors_of, tensors_of
 
@@ -115,14 +115,14 @@ class SavedModel(NamedTuple):
             kind = "tiktoken"  # its other form is a .json, too
         elif path.suffix == ".json":
             kind = "huggingface"
+        fields: dict[str, Any] = {"tokenizer_type": kind, "tokenizer_model": str(path)}
+        if path.is_dir():
+            fields |= tokenizer_in(path, like_gpt2=True)
+        elif path.name in (TIKTOKEN, TEKKEN):
+            fields |= tokenizer_of_files([path.name], folder=path.parent, like_gpt2=False)
+        size = self.description.vocab_size
         data = replace(
-            self.description.data,
-            mock_data=False,
-            tokenizer_type=kind,
-            tokenizer_model=str(path),
-            vocab_file=None,
-            merge_file=None,
-            vocab_size=self.description.vocab_size,
+            self.description.data, mock_data=False, vocab_file=None, merge_file=None, vocab_size=size, **fields
         )
         return self._replace(description=replace(self.description, data=data, eod=build_tokenizer(data).eod))
 

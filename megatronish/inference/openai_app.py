@@ -120,6 +120,7 @@ class ChatRequest(TextRequest):
     """Request of /v1/chat/completions, in which messages are objects with role and content."""
 
     messages: list[Any] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def refuse_long(self, messages: Sequence[Any], *, seq_length: int) -> None:
         """ApiError for messages that no template could write as so few tokens, or whose values are too deep."""
@@ -200,7 +201,9 @@ class ServedModel:
         try:
             messages = [checked_message(number, each) for number, each in enumerate(request.messages, 1)]
             request.refuse_long(messages, seq_length=self.seq_length)  # arguments of calls may be JSON inside of JSON
-            tokens = self.prompts.encoder.prompt(messages)
+            variables = request.chat_template_kwargs or {}
+            request.refuse_long([variables], seq_length=self.seq_length)
+            tokens = self.prompts.encoder.prompt(messages, variables=variables)
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
         return self._order(request, tokens, stops=self.prompts.stops, derived=self.seq_length)

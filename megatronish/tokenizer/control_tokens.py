@@ -163,17 +163,22 @@ def _renamed(model: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizer
 
 
 class SentencePieceControls:
-    """Control pieces of a SentencePiece model. What is between them is tokenized piece by piece, as prompts are."""
+    """Control pieces of a SentencePiece model, and tokens that its folder adds.
 
-    def __init__(self, model: Any) -> None:
+    What is between them is tokenized piece by piece, as prompts are.
+    """
+
+    def __init__(self, model: Any, added: Mapping[str, int], *, eos: int) -> None:
         pieces = [number for number in range(model.get_piece_size()) if model.is_control(number)]
-        self.names: Mapping[str, int] = {model.id_to_piece(number): number for number in pieces}
-        if model.eos_id() < 0:
+        self.names: Mapping[str, int] = {model.id_to_piece(number): number for number in pieces} | dict(added)
+        named = next((name for name, number in self.names.items() if number == eos), None)
+        if named is None:
             raise UserError("the SentencePiece model has no eos piece to end an answer with; take another tokenizer")
-        self.eos = model.id_to_piece(model.eos_id())
+        self.eos = named
         self.bos = model.id_to_piece(model.bos_id()) if model.bos_id() >= 0 else None
         # What was tokenized when places were counted in bytes has wrong masks: it is found under another identity.
-        self.identity = hashlib.sha256(b"places in characters" + model.serialized_model_proto()).hexdigest()
+        told = b"places in characters" + model.serialized_model_proto() + (repr(added).encode() if added else b"")
+        self.identity = hashlib.sha256(told).hexdigest()
         self._model = model
 
     def encode(self, text: str, places: Sequence[tuple[int, int]]) -> PlacedTokens:

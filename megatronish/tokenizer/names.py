@@ -37,15 +37,23 @@ NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tiktoken.model",
     "vocab.json",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "generation_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "tekken.json",
 )
 """Files of a tokenizer in a Hugging Face folder, and what stands next to them and is read with them."""
+
+SENTENCEPIECE = "tokenizer.model"
+TIKTOKEN = "tiktoken.model"
+TEKKEN = "tekken.json"
+"""Files of a tokenizer without a tokenizer.json: of SentencePiece, of Kimi K2, which splits text in its own way, and of
+Mistral's models since 2024."""
 
 TEMPLATES = "additional_chat_templates"
 """Folder next to them that may have more templates (.jinja)."""
@@ -77,4 +85,9 @@ def tokenizer_of_files(names: Collection[str], *, folder: PurePath, like_gpt2: b
         return {"tokenizer_type": "huggingface", "tokenizer_model": str(folder)}
     if "tokenizer.model" in names:
         return {"tokenizer_type": "sentencepiece", "tokenizer_model": str(folder / "tokenizer.model")}
+    if TIKTOKEN in names:
+        model = str(folder / TIKTOKEN)
+        return {"tokenizer_type": "tiktoken", "tokenizer_model": model, "tiktoken_pattern": "kimi"}
+    if TEKKEN in names:
+        return {"tokenizer_type": "tiktoken", "tokenizer_model": str(folder / TEKKEN)}
     return {}

@@ -8,7 +8,7 @@ be shown.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -19,7 +19,6 @@ import sentencepiece
 import tokenizers
 
 from megatronish.config.sections.data import MOCK_VOCAB_SIZE, DataConfig
-from megatronish.core import foreign
 from megatronish.core.contained import library_errors
 from megatronish.core.errors import UserError
 from megatronish.core.files import ordinary
@@ -37,6 +36,7 @@ from megatronish.tokenizer.control_tokens import (
     SpanTokens,
 )
 from megatronish.tokenizer.names import WORDPIECE, TokenizerType, tokenizer_type
+from megatronish.tokenizer.settings import AddedName, TokenizerSettings, behind, read_settings, settings_of
 from megatronish.tokenizer.tiktoken_file import read_tiktoken
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end_of_sentence|>", "<eos>", "<eod>", "[EOS]", "[SEP]")
@@ -214,14 +214,24 @@ class SentencePieceTokenizer(Tokenizer):
                 self._model = sentencepiece.SentencePieceProcessor(model_file=str(ordinary(path)))
         except (OSError, ValueError) as error:
             raise UserError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
-        self._own_size = self.vocab_size = self._model.get_piece_size()
-        # 2. The end of a document: the model's own, or a piece of a usual name.
-        self.eod = self._model.eos_id()
+        self._own_size = self._model.get_piece_size()
+        settings = settings_of(path)
+        added = behind(settings, self._own_size, source=path)
+        self._added = {token.name: number for number, token in added.items()}
+        self.vocab_size = max(self._added.values(), default=self._own_size - 1) + 1
+        # 2. The end of a document: the one that its folder names, the model's own, or a piece of a usual name.
+        named = next((token for name in settings.eos if (token := self._id_of(name)) is not None), None)
+        self.eod = self._model.eos_id() if named is None else named
         if self.eod < 0:
             self.eod = _find_eod(self._id_of, path)
-        # 3. Markup of `encode_marked`: control pieces, the longest first, as one name may begin with another.
+        # Added tokens that are not special are left out of texts, too: the library reads and writes its own pieces.
+        # 3. What `encode_marked` puts around a text, and its markup: control pieces and tokens that were added, the
+        # longest first, as one name may begin with another.
+        first, last = self._model.bos_id(), self.eod
+        self._first = [first] if first >= 0 and settings.adds_bos is not False else []
+        self._last = [last] if settings.adds_eos else []
         controls = [self._model.id_to_piece(token) for token in range(self._own_size) if self._model.is_control(token)]
-        longest_first = sorted(controls, key=len, reverse=True)
+        longest_first = sorted([*controls, *self._added], key=len, reverse=True)
         self._markup = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")  # (?!) is nowhere
         # 4. A true U+2581 as three byte pieces, where the model has them. A model that adds a space before texts would
         # add one to each part, so there text keeps the library's reading.
@@ -230,6 +240,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._spells_space_mark = None not in self._space_mark and not adds_prefix
 
     def _id_of(self, piece: str) -> int | None:
+        if piece in self._added:
+            return self._added[piece]
         token = self._model.piece_to_id(piece)
         # The library returns the unknown piece's id for what it does not know.
         return token if self._model.id_to_piece(token) == piece else None
@@ -243,19 +255,23 @@ class SentencePieceTokenizer(Tokenizer):
         return [*first, *(token for part in others for token in (*self._space_mark, *part))]
 
     def encode_marked(self, text: str) -> list[int]:
-        """Ids with a first token (BOS) where the model has one; its file says nothing of other tokens around a text."""
-        first = self._model.bos_id()
-        ids = [] if first < 0 else [first]
+        """Ids with a first token (BOS) where the model has one, unless tokenizer_config.json next to it says no."""
+        ids = [*self._first]
         for place, part in enumerate(self._markup.split(text)):  # in turn text and what marks it
-            ids += [self._model.piece_to_id(part)] if place % 2 else self.encode(part)
-        return ids
+            ids += [self._marked_id(part)] if place % 2 else self.encode(part)
+        return [*ids, *self._last]
+
+    def _marked_id(self, name: str) -> int:
+        token = self._id_of(name)
+        assert token is not None, "markup is made of names that have ids"
+        return token
 
     def decode(self, ids: Sequence[int]) -> str:
         # Ids of a wider vocabulary have no piece, and the library would raise.
         return str(self._model.decode([int(token) for token in ids if token < self._own_size and token != self.eod]))
 
     def control_encoder(self) -> ControlEncoder:
-        return SentencePieceControls(self._model)
+        return SentencePieceControls(self._model, self._added, eos=self.eod)
 
     def special_tokens(self) -> dict[str, int]:
         controls = (token for token in range(self._own_size) if self._model.is_control(token) or token == self.eod)
@@ -293,8 +309,10 @@ class HuggingFaceTokenizer(Tokenizer):
         except ValueError as error:
             raise UserError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
         # The name in tokenizer_config.json comes first: of several usual names in a vocabulary, it is the one that this
-        # model was trained to end with.
-        return cls(model, eod=_find_eod(model.token_to_id, file, first=_configured_eod(file.parent)))
+        # model was trained to end with. Which tokens are put around a text, tokenizer.json says alone.
+        settings = read_settings(file.parent)
+        _make_special(model, settings)
+        return cls(model, eod=_find_eod(model.token_to_id, file, first=settings.eos))
 
     @classmethod
     def from_gpt2(cls, vocab: Path, merges: Path) -> "HuggingFaceTokenizer":
@@ -311,11 +329,15 @@ class HuggingFaceTokenizer(Tokenizer):
         except ValueError as error:
             raise UserError(f"{vocab} and {merges} are not a GPT-2 tokenizer: {error}") from error
         # The two files hold no more than vocabulary and merges: the rest is byte-level BPE as GPT-2 had it, and its one
-        # special token.
+        # special token. OPT's files have others, which the folder names, and a first token.
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = tokenizers.decoders.ByteLevel()
-        eod = _find_eod(model.token_to_id, vocab)
+        settings = read_settings(vocab.parent)
+        _add(model, behind(settings, model.get_vocab_size(), source=vocab), source=vocab)
+        _make_special(model, settings)
+        eod = _find_eod(model.token_to_id, vocab, first=settings.eos)
         model.add_special_tokens([model.id_to_token(eod)])
+        _put_around(model, settings, eos=str(model.id_to_token(eod)))
         return cls(model, eod=eod)
 
     @classmethod
@@ -348,7 +370,9 @@ class HuggingFaceTokenizer(Tokenizer):
             num_special_tokens=data.tiktoken_num_special_tokens,
             vocab_size=data.vocab_size,
         )
-        return cls(model, eod=_find_eod(model.token_to_id, path))
+        # What the folder says is of a file whose special tokens no flag names.
+        first = () if data.tiktoken_special_tokens else settings_of(path).eos
+        return cls(model, eod=_find_eod(model.token_to_id, path, first=first))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -412,20 +436,42 @@ def _check_unicode(text: str) -> None:
     text.encode()
 
 
-def _configured_eod(folder: Path) -> tuple[str, ...]:
-    """Name of the eos_token in the tokenizer_config.json next to a tokenizer.json, if any."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return ()
-    try:
-        config = foreign.read_json(path)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a JSON object; correct or remove it")
-    token = config.get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    return (name,) if isinstance(name, str) else ()
+def _make_special(model: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
+    """Let the tokens of the vocabulary that the settings call special be so: never read from texts, nor shown.
+
+    Those without a name of their own (additional_special_tokens) stay as the vocabulary has them, as in transformers.
+    """
+    names = {*settings.tokens.values(), *(each.name for each in settings.added.values() if each.is_special)}
+    added = model.get_added_tokens_decoder()
+    for name in sorted(names):
+        number = model.token_to_id(name)
+        if number is None or (number in added and added[number].special):
+            continue
+        token = added.get(number, tokenizers.AddedToken(name, normalized=False))
+        token.special = True
+        model.add_special_tokens([token])
+
+
+def _add(model: tokenizers.Tokenizer, added: Mapping[int, AddedName], *, source: Path) -> None:
+    """Add tokens behind the vocabulary; UserError if their ids leave a gap, which the library would fill."""
+    for number, each in added.items():
+        token = tokenizers.AddedToken(each.name, special=each.is_special, normalized=not each.is_special)
+        model.add_tokens([token])
+        if model.token_to_id(each.name) != number:
+            raise UserError(
+                f"the files next to {source} give the added token {each.name!r} the id {number}, and the next free one "
+                f"is {model.get_vocab_size() - 1}; save a tokenizer.json with transformers, which keeps gaps"
+            )
+
+
+def _put_around(model: tokenizers.Tokenizer, settings: TokenizerSettings, *, eos: str) -> None:
+    """Let the tokenizer put a first and a last token around a text, as far as the settings ask for them."""
+    first, last = settings.tokens.get("bos_token") if settings.adds_bos else None, eos if settings.adds_eos else None
+    names = [name for name in (first, last) if name is not None and model.token_to_id(name) is not None]
+    if names:
+        text = [name for name in (first, "$A", last) if name == "$A" or name in names]
+        special = [(name, model.token_to_id(name)) for name in dict.fromkeys(names)]
+        model.post_processor = tokenizers.processors.TemplateProcessing(single=text, special_tokens=special)
 
 
 def _find_eod(id_of: Callable[[str], int | None], path: Path, *, first: tuple[str, ...] = ()) -> int:

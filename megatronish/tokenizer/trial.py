@@ -171,9 +171,9 @@ def _probes(files: Sequence[str]) -> Iterator[str]:
 
 
 def _patterns(content: Any) -> Iterator[str]:
-    """Texts under "Regex" and "String" of a tokenizer.json, and those that are replaced."""
+    """Texts under "Regex" and "String" of a tokenizer.json, those that are replaced, the pattern of a tekken.json."""
     waiting = (
-        [content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+        [content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder", "config")]
         if isinstance(content, dict)
         else []
     )

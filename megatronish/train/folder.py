@@ -57,6 +57,7 @@ NAMES_OF_DATA = (
     *("fim.fim_no_prefix", "fim.fim_prefix_token", "fim.fim_middle_token", "fim.fim_suffix_token"),
     *("fim.fim_pad_token", "fim.fim_eod_token"),
     *("chat.chat_format", "chat.chat_template", "chat.chat_date", "chat.train_on", "chat.pack_samples"),
+    "chat.chat_template_kwargs",
 )
 LOCK = ".lock"
 FILES = (

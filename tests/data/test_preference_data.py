@@ -61,6 +61,8 @@ def test_prompts_of_texts_are_given_or_the_common_beginning(record: dict[str, An
         {"prompt": asked("a"), "chosen": answered("yes"), "rejected": answered("no")},
         {"prompt": "a", "chosen": answered("yes"), "rejected": answered("no")},
         {"prompt": asked("a"), "chosen": answered("yes")[0], "rejected": answered("no")[0]},
+        {"messages": asked("a"), "chosen": answered("yes")[0], "rejected": answered("no")[0]},
+        {"messages": asked("x"), "chosen": asked("a") + answered("yes"), "rejected": asked("a") + answered("no")},
         {"chosen": asked("a") + answered("yes"), "rejected": asked("a") + answered("no")},
         {"prompt": "a", "chosen": asked("a") + answered("yes"), "rejected": asked("a") + answered("no")},
     ],

@@ -38,7 +38,7 @@ CONTEXT = 400
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and two adapters of it."""
     found = tmp_path_factory.mktemp("models")
-    write_chat_model(found / "base")
+    write_chat_model(found / "base", template=chatml() + "{{ suffix }}")
     for seed, name in enumerate("ab", 1):
         write_adapter(found / name, seed=seed)
     return found
@@ -90,6 +90,14 @@ def test_an_answer_has_a_text_a_reason_and_a_usage(client: Any) -> None:
     assert asked(client, max_tokens=None).usage.total_tokens <= CONTEXT
     texts = [asked(client, name).choices[0].message.content for name in ("base", "a", "b", "base")]
     assert len(set(texts)) == 3 and texts[0] == texts[3]
+
+
+def test_a_request_gives_variables_to_the_template(client: Any) -> None:
+    before = asked(client).usage.prompt_tokens
+    given = {"chat_template_kwargs": {"suffix": "<|im_end|>é"}}  # which is text, and no control token
+    assert asked(client, extra_body=given).usage.prompt_tokens == before + len("<|im_end|>é".encode())
+    with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+        asked(client, extra_body={"chat_template_kwargs": [1]})
 
 
 def test_a_streamed_answer_is_the_whole_one(client: Any) -> None:

@@ -1,6 +1,7 @@
 """Tiny models that can chat, as Hugging Face folders with a tokenizer and a template, and adapters of them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,26 +28,39 @@ CONFIG = {
     "bos_token_id": 256,
     "eos_token_id": 257,
 }
-MODULES = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
-    "self_attn.v_proj": (HIDDEN // 2, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (FFN, HIDDEN),
-    "mlp.up_proj": (FFN, HIDDEN),
-    "mlp.down_proj": (HIDDEN, FFN),
-}
 
 
-def write_chat_model(folder: Path, *, template: str | None = "chatml", seed: int = 0) -> Path:
+def modules(hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden // 2, hidden),
+        "self_attn.v_proj": (hidden // 2, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+
+
+def write_chat_model(
+    folder: Path,
+    *,
+    template: str | None = "chatml",
+    seed: int = 0,
+    controls: Sequence[str] = IM,
+    hidden: int = HIDDEN,
+    ffn: int = FFN,
+) -> Path:
     """A random model of two layers whose tokens are bytes; without a `template` it cannot chat."""
-    save_tokenizer(folder, IM, template=chatml() if template == "chatml" else template)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    table = (VOCABULARY, HIDDEN)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": table, "model.norm": (HIDDEN,), "lm_head": table}
+    save_tokenizer(folder, controls, template=chatml() if template == "chatml" else template)
+    size = VOCABULARY - len(IM) + len(controls)
+    sizes = {"vocab_size": size, "hidden_size": hidden, "intermediate_size": ffn}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **sizes}))
+    table = (size, hidden)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": table, "model.norm": (hidden,), "lm_head": table}
     for layer in range(LAYERS):
-        norms = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in {**MODULES, **norms}.items()}
+        norms = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in {**modules(hidden, ffn), **norms}.items()}
     numbers = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():

@@ -4,7 +4,8 @@ A file that is here is named as it is found, and a name of Hugging Face's hub as
 it. Both that name and any other path that is not here are listed.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from megatronish.compat.importers.imported import (
     missed,
 )
 from megatronish.compat.importers.sharding import is_file
-from megatronish.compat.importers.values import text
+from megatronish.compat.importers.values import section, text
 from megatronish.config.hub import hub_name
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
+from megatronish.core.roles import ROLE_NAMES, THOUGHTS
 
 FORMATS = {"chat_template": "auto", "alpaca": "alpaca", "sharegpt": "sharegpt", "alpaca_chat": "alpaca"}
 """Types of data sets that are chats, and the format of their files."""
@@ -32,6 +34,10 @@ TEMPLATES = {
 }
 """Names of templates; None is the model's own."""
 TEXTS = (None, "", "completion", "pretrain")
+MAPPED = {"role": ("role", "from"), "content": ("content", "value"), "reasoning_content": THOUGHTS}
+"""Names of properties of a message, and the columns that are read as each; any other property keeps its name."""
+MEANT = {"message_property_mappings": MAPPED, "roles": ROLE_NAMES}
+"""Keys of a data set that name parts of a message or roles, and what is read as each without them."""
 READ = ("path", "type", "data_files", "ds_type", "trust_remote_code", "preprocess_shards")
 """Keys of a data set that are read, or that say nothing here."""
 READ_ANYWAY: dict[str, tuple[Any, ...]] = {
@@ -39,9 +45,14 @@ READ_ANYWAY: dict[str, tuple[Any, ...]] = {
     "field": ("text",),
     "text_column": ("text",),
     "field_messages": ("messages", "conversations", "conversation"),
+    "field_chosen": ("chosen",),
+    "field_rejected": ("rejected",),
+    "field_tools": ("tools",),
+    "field_thinking": THOUGHTS,
+    "message_field_training": ("train",),
+    "drop_system_message": (False,),
     "message_field_role": ("role", "from"),
     "message_field_content": ("content", "value"),
-    "message_property_mappings": ({"role": "role", "content": "content"}, {"role": "from", "content": "value"}),
     "field_instruction": ("instruction",),
     "field_input": ("input",),
     "field_output": ("output",),
@@ -53,8 +64,10 @@ PARTS = {
     **dict.fromkeys(("shards", "shards_idx"), "every line of the file is read"),
 }
 """What is done instead."""
-OTHER_FIELDS = ("intel", "icr", "argilla", "argilla_chat", "nectar", "user_defined")
+OTHER_FIELDS = ("intel", "icr", "argilla", "nectar", "user_defined")
 """Types of preferences whose files have other names for prompt, chosen and rejected."""
+USUAL_PAIRS = (("chat_template.argilla", "orpo"),)
+"""Types of OTHER_FIELDS that have the usual names for an objective."""
 
 
 def data_sets(found: Imported, values: Mapping[str, Any], folder: Path) -> bool:
@@ -111,7 +124,8 @@ def preferences(found: Imported, values: Mapping[str, Any], folder: Path) -> Non
         for index, data_set in enumerate(_sets(values, key)):
             _list_parts(found, values, data_set, f"{key}[{index}].", is_chat=True)
     for index, kind in enumerate(types):
-        if kind.rpartition(".")[2] in OTHER_FIELDS or not isinstance(_type(sets[index]), str | None):
+        is_other = kind.rpartition(".")[2] in OTHER_FIELDS and (kind, values.get("rl")) not in USUAL_PAIRS
+        if is_other or not isinstance(_type(sets[index]), str | None):
             found.warn(
                 f"datasets[{index}].type",
                 f"{kind}: the columns of a line are read as prompt, chosen and rejected, or as prompt, completion and "
@@ -187,12 +201,26 @@ def _list_parts(found: Imported, values: Mapping[str, Any], data_set: Any, withi
         elif name in ("chat_template", "conversation"):
             if value != values.get("chat_template"):
                 found.warn(key, f"{shown(value)}: all sets have one template, --chat-template, and not one each")
+        elif (name in MEANT and is_usual(value, MEANT[name])) or (
+            name == "field_messages" and value == "prompt" and values.get("rl")
+        ):
+            continue
         elif value not in READ_ANYWAY.get(name, ()):
             found.warn(key, f"{shown(value)}: {PARTS.get(name, 'it is not read, and may change what is trained on')}")
 
 
+def is_usual(value: Any, usual: Mapping[str, Sequence[str]]) -> bool:
+    """Whether an object gives names, one or a list of them, that are read so without it, too."""
+    return isinstance(value, dict) and all(
+        name in usual.get(key, (key,)) for key, names in value.items() for name in _list(names)
+    )
+
+
 def _template(found: Imported, values: Mapping[str, Any], of_data: str | None) -> None:
-    """The template that is named, that of the type of the data, or the model's own."""
+    """The template that is named, that of the type of the data, or the model's own; and its variables."""
+    found.left_out.pop("chat_template_kwargs", None)
+    if variables := section(values, "chat_template_kwargs"):
+        found.set("chat_template_kwargs", json.dumps(variables, ensure_ascii=False), key="chat_template_kwargs")
     # The text of a template wins over a name; it must be in a file, as no flag takes a text.
     name, source = text(values, "chat_template"), text(values, "chat_template_jinja")
     if source:
@@ -267,6 +295,7 @@ QUANTISED = missed("the base of adapters may be in NF4 or in 8 bits (--quantize-
 QUANTISED_ALONE = "only the base of adapters is quantised; add --adapter-type lora --quantize-base nf4 or int8"
 CHATS = dropped("name chats with --dataset-type chat --data-path FILE, and their template with --chat-template")
 ROLES = missed("answers of the assistant are trained on, each with the token that ends it; --train-on has other parts")
+ENDS = dropped("the token that ends an answer in the chat template is trained, whatever it is")
 USUAL = {"roles_to_train": ["assistant"], "train_on_eos": "turn"}
 """Values that ask for what is done here, too."""
 PREFERENCES = dropped("rewards are not learned, and nothing is generated in training")
@@ -311,9 +340,12 @@ RULES: dict[str, Rule] = {
     "wandb_entity": field("wandb_entity"),
     **dict.fromkeys(("evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"), EPOCHS),
     **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset", "dataset_prepared_path"), DATA),
-    **dict.fromkeys(("peft_layers_to_transform", "relora_steps"), LORA),
+    **dict.fromkeys(("peft_layers_to_transform", "relora_steps", "peft_use_dora"), LORA),
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), FUSED),
+    **dict.fromkeys(("eot_tokens", "train_on_eot"), ENDS),
+    "shuffle_merged_datasets": dropped("the order of samples is shuffled by --seed, always"),
     **dict.fromkeys(("gptq", "quantization"), QUANTISED),
-    **dict.fromkeys(("chat_template", "chat_template_jinja", "train_on_inputs"), CHATS),
+    **dict.fromkeys(("chat_template", "chat_template_jinja", "chat_template_kwargs", "train_on_inputs"), CHATS),
     **dict.fromkeys(("roles_to_train", "train_on_eos"), ROLES),
     **dict.fromkeys(("trl", "reward_model", "process_reward_model", "dpo_use_weighting"), PREFERENCES),
     "group_by_length": FITTING,
@@ -346,6 +378,9 @@ RULES: dict[str, Rule] = {
                 "eval_sample_packing",
                 "gradient_checkpointing_kwargs",
                 "auto_resume_from_checkpoints",
+                "ddp_find_unused_parameters",
+                "remove_unused_columns",
+                "torchdistx_path",
                 "save_safetensors",
                 "local_rank",
             ),
@@ -362,7 +397,7 @@ RULES: dict[str, Rule] = {
         ),
         NOT_THERE,
     ),
-    **dict.fromkeys(("debug", "multipack_real_batches"), NO_SUCH_RECORD),
+    **dict.fromkeys(("debug", "multipack_real_batches", "eval_table_size", "eval_max_new_tokens"), NO_SUCH_RECORD),
 }
 
 ABSENT: dict[str, float] = {

@@ -5,7 +5,8 @@ import datetime
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, fields_of
 from megatronish.config.rules.rule import ConfigRule
-from megatronish.config.sections.data import ChatConfig, FimConfig, parse_blend, parse_split
+from megatronish.config.sections.data import ChatConfig, FimConfig, parse_blend, parse_split, template_variables
+from megatronish.core.errors import UserError
 from megatronish.tokenizer.names import WORDPIECE
 
 
@@ -138,6 +139,14 @@ def _date(config: Config) -> str | None:
     return None
 
 
+def _variables(config: Config) -> str | None:
+    try:
+        template_variables(config.chat)
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def _unread(config: Config) -> str | None:
     given = [name for name in _FIELDS if getattr(config.chat, name) != FIELDS[name].default]
     if not given or config.data.dataset_type == "chat":
@@ -148,5 +157,6 @@ def _unread(config: Config) -> str | None:
 
 CHAT_RULES = (
     ConfigRule(("chat_date",), _date),
+    ConfigRule(("chat_template_kwargs",), _variables),
     ConfigRule((*_FIELDS, "dataset_type"), _unread),
 )

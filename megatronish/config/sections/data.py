@@ -4,11 +4,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from megatronish.config.marks import NamedIn, at_least, at_most, fraction
+from megatronish.core import foreign
+from megatronish.core.errors import UserError
 from megatronish.core.names import DATASET_NAMES, in_braces
 from megatronish.tokenizer.names import TOKENIZER_NAMES
 
@@ -71,8 +73,8 @@ class DataConfig:
     """vocab.json of a GPT-2 tokenizer, with --merge-file; or vocab.txt of a BERT."""
     merge_file: str | None = None
     """merges.txt of a GPT-2 tokenizer, with --vocab-file."""
-    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k"] = "v2"
-    """How a tiktoken tokenizer splits text into words: Megatron-LM's two ways, GPT-2's, or GPT-4's and Llama 3's."""
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k", "kimi"] = "v2"
+    """How a tiktoken tokenizer splits text into words: two ways of Megatron-LM, those of GPT-2, Llama 3 and Kimi K2."""
     tiktoken_num_special_tokens: Annotated[int, at_least(1), at_most(2**31 - 1)] = 1000
     """Special tokens that come first in a tiktoken vocabulary of JSON."""
     tiktoken_special_tokens: tuple[str, ...] = ()
@@ -200,9 +202,27 @@ class ChatConfig:
     wanted and an unwanted completion."""
     chat_template: str | None = None
     """A template of the package (chatml, llama3, ...), a .jinja file, or a named one of the model. Derived: its own."""
+    chat_template_kwargs: str | None = None
+    """Variables of the template, as JSON: '{"enable_thinking": false}' for Qwen 3."""
     chat_date: str = "2024-07-26"
     """Date (YYYY-MM-DD) for templates that write the date of today, so that tokens do not change overnight."""
     train_on: TrainOn = "assistant"
     """Tokens of the loss: of all answers, of the last one, or all. A message with "train": false never counts."""
     pack_samples: bool = True
     """Several chats in a row of --seq-length tokens, which do not see each other; else one a row, as t5 always has."""
+
+
+def template_variables(chat: ChatConfig) -> dict[str, Any]:
+    """Variables that a config gives to its chat template; UserError for what is no JSON object."""
+    if (written := chat.chat_template_kwargs) is None:
+        return {}
+    try:
+        variables = foreign.parse_json(written)
+    except ValueError as error:
+        raise UserError(f"chat_template_kwargs={foreign.shown(written)} is no JSON ({error}); correct it") from error
+    if not isinstance(variables, dict):
+        raise UserError(
+            f"chat_template_kwargs={foreign.shown(written)} is no JSON object; write it as "
+            """'{"enable_thinking": false}'"""
+        )
+    return variables

@@ -1,6 +1,8 @@
 """Places of the assistant's answers in a rendered text: what the model must write, found in two ways and compared.
 
-An answer is everything from the end of the generation prompt to the token that ends the turn, inclusive.
+An answer is everything from the end of the generation prompt to the token that ends the turn, inclusive. Where a
+template ends no turn (GLM-4), the token that begins the next one ends it, if the model stops at it; the last answer has
+it, too.
 
 By beginnings: the text before the answer (with the generation prompt), the text up to its end, and the whole text are
 each a beginning of the next. That fails where a template looks ahead or back, which every conversation is checked for.
@@ -36,6 +38,7 @@ from megatronish.data.chat.template import (
 TAIL = 24  # characters of a text that a message shows, or that are compared
 MOST_RENDERED = 64  # answers of a conversation whose beginnings are rendered
 RENDERED_AT_ONCE = 8
+MOST_ALIKE = 200  # characters at the ends of two texts that are compared
 _MARK = re.compile(f"[{chr(MARKS)}-{chr(LARGEST_MARK)}]")
 _BLOCK_MARK = re.compile(f"[{''.join(GENERATION_MARKS)}]")
 
@@ -137,21 +140,25 @@ class _AnswerSearch:
         # One call for both texts: the second has marks in the contents of answers, and may fail alone.
         marked = _with_marks(chat)
         wanted = [chat.messages] if marked is None else [chat.messages, marked]
-        first, *others = template.render_all([Rendering(each) for each in wanted], chat.tools)
+        first, *others = template.render_all([Rendering(each, False, chat.variables) for each in wanted], chat.tools)
         if isinstance(first, ValueError):
             raise first
         text = without_generation_marks(first)
         contents = _contents_by_marks(chat, text, others[0] if others else None)
         generated = _generated(first) if template.has_generation_blocks else []
+        text += _end_by_next_turn(template, chat, text)
         return cls(template, chat, text, template.control_places(text), contents, generated)
 
     def beginnings(self, numbers: Sequence[int]) -> list[_Beginning]:
         """What the beginnings of the conversation say of these answers: up to each of them, and to its end."""
-        messages = self.chat.messages
+        messages, given = self.chat.messages, self.chat.variables
         wanted = [
             rendering
             for number in numbers
-            for rendering in (Rendering(messages[:number], True), Rendering(messages[: number + 1]))
+            for rendering in (
+                Rendering(messages[:number], True, given),
+                Rendering(messages[: number + 1], False, given),
+            )
         ]
         # The beginning up to the end of the last message is the whole text, which is rendered already.
         if numbers[-1] + 1 == len(messages):
@@ -175,7 +182,16 @@ class _AnswerSearch:
         # An answer that ends where it begins, or an end that is no beginning of the whole text: the end is unknown.
         if begin is None or until is None or len(until) <= begin or not self.text.startswith(until):
             return _Beginning(begin, None, space)
-        return _Beginning(begin, len(until), space)
+        return _Beginning(begin, self._with_next_turn(begin, len(until)), space)
+
+    def _with_next_turn(self, begin: int, until: int) -> int:
+        """End of a turn that nothing ends: that of the token behind it, which begins the next turn, if it stops one."""
+        first = bisect_left(self.controls, until, key=itemgetter(0))
+        if not self.template.stops or self._end_in(begin, until) is not None or first == len(self.controls):
+            return until
+        start, end = self.controls[first]
+        is_stop = self.text[start:end] in self.template.stops and not self.text[until:start].strip()
+        return end if is_stop else until
 
     def frame(self, number: int, answer: TextSpan) -> _Frame | None:
         """The text around the content of an answer that was found; None if marks have not found its content."""
@@ -195,6 +211,7 @@ class _AnswerSearch:
             place = TextSpan(content.begin - len(frame.lead), content.end + len(frame.trail))
             if place.end == end and frame == self.frame(number, place):
                 self._check_blocks(number, place, content, None)
+                self._check_thoughts(number, place)
                 return place
         return None
 
@@ -224,6 +241,7 @@ class _AnswerSearch:
             raise self._endless(number, content.end if content is not None else until or begin)
         place = TextSpan(begin, end)
         self._check_blocks(number, place, content, until)
+        self._check_thoughts(number, place)
         return place
 
     def _before(self, content: TextSpan | None, space: str) -> int | None:
@@ -255,15 +273,31 @@ class _AnswerSearch:
         """UnclearError if {% generation %} blocks say otherwise. They may leave the token out that ends the turn."""
         if not self.template.has_generation_blocks:
             return
-        # Blocks of other turns prove nothing: only those that begin at or after the answer and end within its turn
-        # count.
+        # Blocks of other turns prove nothing: only those that begin at or after the answer, or before it with the
+        # generation prompt (SmolLM 3), and end within its turn count.
         last = max(answer.end, until or 0)
+        last = next((place for place in range(last, len(self.text)) if not self.text[place].isspace()), len(self.text))
         first = bisect_left(self.generated, answer.begin, key=itemgetter(0))
+        first -= first > 0 and self._begins_with_prompt(self.generated[first - 1], number, answer)
         inside = [*takewhile(lambda block: block.end <= last, islice(self.generated, first, None))]
         if content is not None:
             inside = [block for block in inside if block.begin <= content.begin and content.end <= block.end]
         if not inside:
             raise self._unclear(number, "its {% generation %} blocks mark other text")
+
+    def _begins_with_prompt(self, block: TextSpan, number: int, answer: TextSpan) -> bool:
+        """Whether a block that begins before an answer reaches into it, and has no other answer."""
+        others = (content for other, content in self.contents.items() if other < number)
+        return block.end > answer.begin and all(content.end <= block.begin for content in others)
+
+    def _check_thoughts(self, number: int, answer: TextSpan) -> None:
+        """UnclearError if the answer lacks the thoughts that its message has: the template drops those of this turn."""
+        thoughts = self.chat.messages[number].get("reasoning_content")
+        if isinstance(thoughts, str) and thoughts.strip() not in self.text[answer.begin : answer.end]:
+            raise UnclearError(
+                f"the chat template {self.template.name} leaves the thoughts of message {number + 1} out "
+                "(reasoning_content); name another with --chat-template, or remove them from the data"
+            )
 
     def _unclear(self, number: int, why: str) -> UnclearError:
         return UnclearError(
@@ -279,6 +313,37 @@ class _AnswerSearch:
             f"model would never stop; the chat template {self.template.name} does not fit the tokenizer: name another "
             "with --chat-template"
         )
+
+
+def _end_by_next_turn(template: ChatTemplate, chat: Conversation, text: str) -> str:
+    """What begins the turn after the last answer, where nothing ends it and the model stops at it; empty elsewhere."""
+    last = chat.messages[-1]
+    ends = [end for _, end in template.control_places(text)[-1:]]
+    if not template.stops or last["role"] != "assistant" or (ends and not text[ends[0] :].strip()):
+        return ""
+    mark = chr(MARKS)
+    follows = {"role": "tool" if "tool_calls" in last else "user", "content": mark, "name": "a", "tool_call_id": "a"}
+    (longer,) = template.render_all([Rendering([*chat.messages, follows], False, chat.variables)], chat.tools)
+    if isinstance(longer, ValueError):
+        return ""
+    # The template may drop the thoughts of this turn now. So the next turn begins with the control token before which
+    # most is as it was.
+    longer = without_generation_marks(longer).partition(mark)[0]
+    content, best, end_of_turn = text.rstrip(), 0, ""
+    space = text[len(content) :]
+    for begin, end in template.control_places(longer):
+        before = longer[:begin].rstrip()
+        alike = _alike(content, before)
+        between = longer[len(before) : begin]
+        if alike > best and between.startswith(space) and longer[begin:end] in template.stops:
+            best, end_of_turn = alike, between[len(space) :] + longer[begin:end]
+    return end_of_turn
+
+
+def _alike(one: str, other: str) -> int:
+    """Characters at the end of two texts that are equal, up to some."""
+    size = min(len(one), len(other), MOST_ALIKE)
+    return next((number for number in range(size) if one[-1 - number] != other[-1 - number]), size)
 
 
 def _with_marks(chat: Conversation) -> list[Message] | None:

@@ -6,25 +6,26 @@ record of the file, of the last record that of the first: KTO measures by it how
 follows from the file alone. A pair that is read as two labelled ones is compared with the halves of the next pair.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatronish.core.foreign import json_value
+from megatronish.core.roles import ROLES, SAME_ROLE, THOUGHTS
 
 Message = dict[str, Any]
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SAME_ROLE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
-SAME_ROLE |= {"observation": "tool", "function_response": "tool", "ipython": "tool", "chatgpt": "assistant"}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as templates take them; `counts[i]` is False where message i must not be trained on."""
+    """Messages as templates take them; `counts[i]` is False where message i must not be trained on.
+
+    `variables` are the template's for this conversation.
+    """
 
     messages: tuple[Message, ...]
     counts: tuple[bool, ...]
     tools: tuple[Any, ...] = ()
+    variables: dict[str, Any] = field(default_factory=dict)
 
     @property
     def answers(self) -> list[int]:
@@ -34,7 +35,7 @@ class Conversation:
     def until(self, answer: int) -> "Conversation":
         """The conversation up to this answer, which alone counts."""
         counts = tuple(number == answer for number in range(answer + 1))
-        return Conversation(self.messages[: answer + 1], counts, self.tools)
+        return replace(self, messages=self.messages[: answer + 1], counts=counts)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,17 @@ def checked_message(number: int, message: Any) -> Message:
         if role != "assistant" or not isinstance(calls, list):
             raise ValueError(f"message {number} has tool_calls, which must be a list of an assistant's message")
         kept["tool_calls"] = [_call(number, call) for call in calls]
-    return {"role": role, "content": content, **kept}
+    return {"role": role, "content": content, **kept, **_thoughts(number, message)}
+
+
+def _thoughts(number: int, message: Any) -> dict[str, str]:
+    """Thoughts of an answer under the two names that templates read; nothing for a message without them."""
+    thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    if thoughts is None:
+        return {}
+    if not isinstance(thoughts, str):
+        raise ValueError(f"message {number} has thoughts that are {type(thoughts).__name__} and no text")
+    return {"thinking": thoughts, "reasoning_content": thoughts}
 
 
 def _text(number: int, content: Any) -> str | None:
@@ -147,6 +158,10 @@ Prompted = tuple[Any, Any]
 """Prompt and completion: both texts, or both lists of messages."""
 
 
+PROMPTS = ("messages", "conversations", "conversation")
+"""Other names of what the completions of a pair answer."""
+
+
 @dataclass(frozen=True)
 class CompletionPair:
     """Two completions of one prompt; `label` says whether the first is wanted."""
@@ -167,12 +182,18 @@ class LabelledCompletion:
 
 
 def chosen_and_rejected(record: dict[str, Any]) -> tuple[Prompted, Prompted]:
-    """Prompts and completions of {"prompt", "chosen", "rejected"}; without a prompt their common beginning is one."""
+    """Prompts and completions of {"prompt", "chosen", "rejected"}; without a prompt their common beginning is one.
+
+    Messages under another name are the prompt of completions that begin with an answer.
+    """
     for name in ("chosen", "rejected"):
         if not record.get(name):
             raise ValueError(f"{name} is missing or empty; a pair is an object with prompt, chosen and rejected")
     prompt = record.get("prompt")
     chosen, rejected = (_listed(record[name]) for name in ("chosen", "rejected"))
+    # Axolotl's files have the prompt as messages, and each answer as one message.
+    if prompt is None and isinstance(chosen, list) and not _asks(chosen):
+        prompt = next((record[name] for name in PROMPTS if record.get(name) is not None), None)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("chosen and rejected must both be texts, or both be lists of messages")
     if chosen == rejected:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +10,8 @@ from numpy.typing import NDArray
 
 from megatronish.config.sections.data import TrainOn
 from megatronish.data.chat.answers import Rendered, TextSpan, UnclearError, render_answers
-from megatronish.data.chat.conversation import Conversation, Message, PlainText
-from megatronish.data.chat.template import ChatTemplate
+from megatronish.data.chat.conversation import Conversation, Message, PlainText, conversation_of
+from megatronish.data.chat.template import NO_VARIABLES, ChatTemplate, Rendering
 from megatronish.tokenizer.control_tokens import ControlEncoder, PlacedTokens
 
 # Check that a chat template writes what a conversation has: some leave tools, their calls or the system out silently.
@@ -31,7 +32,8 @@ def refuse_left_out(template: ChatTemplate, chat: Conversation, text: str) -> No
     if not any("tool_calls" in message for message in chat.messages):
         return
     # The text has the name of a function where the tools are, too: so each call is given a name of its own.
-    marked = template.render([_marked(number, each) for number, each in enumerate(chat.messages, 1)], chat.tools)
+    messages = [_marked(number, each) for number, each in enumerate(chat.messages, 1)]
+    marked = template.render_one(Rendering(messages, False, chat.variables), chat.tools)
     marks = frozenset(re.findall(_mark(r"\d+", r"\d+"), marked))
     for number, message in enumerate(chat.messages, 1):
         for place, name in enumerate(_names(message.get("tool_calls", ()))):
@@ -67,6 +69,12 @@ def _left_out(what: str, template: ChatTemplate) -> ValueError:
     return ValueError(f"the chat template {template.name} leaves {what} out; name another with --chat-template")
 
 
+def _shielded(chat: Conversation, template: ChatTemplate) -> Conversation:
+    """The conversation with no control token spelled in it."""
+    messages, tools, variables = (template.shield(each) for each in (chat.messages, chat.tools, chat.variables))
+    return Conversation(tuple(messages), chat.counts, tuple(tools), variables)
+
+
 class EncodedChat(NamedTuple):
     """Tokens of a sample, whether each is trained, and the tokens that end its trained answers."""
 
@@ -78,7 +86,8 @@ class EncodedChat(NamedTuple):
 class ChatEncoder:
     """Conversations and plain texts to tokens with a mask.
 
-    `template` is None where no data need one. `beginning` are the tokens that the tokenizer puts before a plain text.
+    `template` is None where no data need one, `with_tools` another one for conversations with tools, where a model has
+    it. `beginning` are the tokens that the tokenizer puts before a plain text.
     """
 
     def __init__(
@@ -88,8 +97,10 @@ class ChatEncoder:
         *,
         train_on: TrainOn = "assistant",
         beginning: Sequence[int] = (),
+        with_tools: ChatTemplate | None = None,
     ) -> None:
         self.controls, self.template, self.train_on = controls, template, train_on
+        self._with_tools = with_tools
         self._beginning = list(beginning)
         self._eos = controls.names[controls.eos]
 
@@ -100,24 +111,42 @@ class ChatEncoder:
         """
         if isinstance(record, PlainText):
             return [self._plain(record)]
-        assert self.template is not None, "conversations need a template"
-        shield = self.template.shield
-        chat = Conversation(tuple(shield(record.messages)), record.counts, tuple(shield(record.tools)))
+        template = self._template_for(record.tools)
+        chat = _shielded(record, template)
         answers = self._trained(chat)
         try:
-            return [self._encoded(chat, answers)]
+            return [self._encoded(template, chat, answers)]
         except UnclearError:
             if self.train_on == "all" or answers == [len(chat.messages) - 1]:
                 raise
-        return [self._encoded(chat.until(answer), [answer]) for answer in answers]
+        return [self._encoded(template, chat.until(answer), [answer]) for answer in answers]
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
-        """Tokens of a conversation, up to where the model begins its answer; ValueError, a sentence, for no text."""
-        assert self.template is not None, "conversations need a template"
-        shield = self.template.shield
-        shielded = self.template.render(shield(list(messages)), shield(list(tools)), generation_prompt=True)
-        places = self.template.control_places(shielded)
-        return self._placed(self.template.unshield(shielded), places).ids
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, variables: Mapping[str, Any] = NO_VARIABLES
+    ) -> list[int]:
+        """Tokens of a conversation, up to where the model begins its answer; ValueError, a sentence, for no text.
+
+        `variables` are more of the template's than it has anyway.
+        """
+        template = self._template_for(tools)
+        shield = template.shield
+        asked = Rendering(shield(list(messages)), True, shield(dict(variables)))
+        shielded = template.render_one(asked, shield(list(tools)))
+        places = template.control_places(shielded)
+        return self._placed(template.unshield(shielded), places).ids
+
+    def ends_of_answers(self) -> tuple[int, ...]:
+        """Tokens with which the template ends an answer; none if it does not tell."""
+        words = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            return self.encode(conversation_of(words))[0].ends
+        except ValueError:
+            return ()
+
+    def _template_for(self, tools: Sequence[Any]) -> ChatTemplate:
+        template = self._with_tools if tools and self._with_tools is not None else self.template
+        assert template is not None, "conversations need a template"
+        return template
 
     def _placed(self, text: str, places: Sequence[tuple[int, int]]) -> PlacedTokens:
         """Tokens of a text. ValueError for half a surrogate pair: JSON can spell one, and the libraries fail on it."""
@@ -136,11 +165,10 @@ class ChatEncoder:
         answers = [number for number in chat.answers if chat.counts[number]]
         return [number for number in answers if self.train_on == "assistant" or number == chat.answers[-1]]
 
-    def _encoded(self, chat: Conversation, answers: Sequence[int]) -> EncodedChat:
-        assert self.template is not None
-        rendered = render_answers(self.template, chat, answers)
-        refuse_left_out(self.template, chat, rendered.text)
-        text = self.template.unshield(rendered.text)
+    def _encoded(self, template: ChatTemplate, chat: Conversation, answers: Sequence[int]) -> EncodedChat:
+        rendered = render_answers(template, chat, answers)
+        refuse_left_out(template, chat, rendered.text)
+        text = template.unshield(rendered.text)
         placed = self._placed(text, rendered.controls)
         begins, ends = np.array(placed.begins, np.int64), np.array(placed.ends, np.int64)
         mask = _inside(begins, ends, rendered.answers)
@@ -208,9 +236,9 @@ class SideEncoder(ChatEncoder):
         """Tokens of the conversation before an answer."""
         if self.template is None:
             return self._placed(_one_question(chat, answer), ()).ids
-        shield = self.template.shield
-        before = Conversation(tuple(shield(chat.messages[:answer])), chat.counts[:answer], tuple(shield(chat.tools)))
-        text = self.template.render(before.messages, before.tools, generation_prompt=True)
+        asked = replace(chat, messages=chat.messages[:answer], counts=chat.counts[:answer])
+        before = _shielded(asked, self.template)
+        text = self.template.render_one(Rendering(before.messages, True, before.variables), before.tools)
         refuse_left_out(self.template, before, text)
         return self._placed(self.template.unshield(text), self.template.control_places(text)).ids
 

@@ -20,8 +20,8 @@ from megatronish.config.sections.data import ChatConfig
 from megatronish.core.errors import UserError
 from megatronish.core.files import one_builder
 from megatronish.core.foreign import json_value
+from megatronish.core.roles import SAME_ROLE
 from megatronish.data.chat.conversation import (
-    SAME_ROLE,
     CompletionPair,
     Conversation,
     LabelledCompletion,
@@ -180,12 +180,27 @@ def read_record(line: bytes, *, format_name: str) -> tuple[str, ChatRecord]:
     if not isinstance(record, dict):
         raise ValueError(f"a line must be a JSON object, not {type(record).__name__}")
     chat_format = format_of(record) if format_name == "auto" else format_name
-    return chat_format, FORMATS[chat_format](record)
+    return chat_format, _with_variables(FORMATS[chat_format](record), record.get("chat_template_kwargs"))
+
+
+def _with_variables(content: ChatRecord, variables: Any) -> ChatRecord:
+    """A conversation, or a pair of them, with the template's variables of its line."""
+    if variables is None:
+        return content
+    if not isinstance(variables, dict):
+        raise ValueError("chat_template_kwargs must be an object")
+    if isinstance(content, CompletionPair):
+        first, second = (
+            replace(half, variables=variables) if isinstance(half, Conversation) else half
+            for half in (content.first, content.second)
+        )
+        return replace(content, first=first, second=second)
+    return replace(content, variables=variables) if isinstance(content, Conversation) else content
 
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "megatronish chats 2"
+FORMAT = "megatronish chats 3"
 MOST_BAD = 0.5
 """With a larger part of bad lines, the format or the template is wrong."""
 

@@ -7,19 +7,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatronish.config.sections.data import ChatConfig, DataConfig
+from megatronish.config.sections.data import ChatConfig, DataConfig, template_variables
 from megatronish.core import foreign
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 from megatronish.data.chat.encoder import ChatEncoder, SideEncoder
 from megatronish.data.chat.template import BUILT_IN, ChatTemplate, built_in_template
 from megatronish.tokenizer.control_tokens import ControlEncoder
+from megatronish.tokenizer.settings import read_object, read_settings, stops_of_generation
 from megatronish.tokenizer.tokenizer import Tokenizer
 
 # Chat templates in the files of a tokenizer: chat_template.jinja, tokenizer_config.json and what they name.
 
 
-TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+TOOL_USE = "tool_use"
+"""Name of the template that transformers takes for conversations with tools."""
 
 
 class ModelTemplates(NamedTuple):
@@ -31,9 +33,8 @@ class ModelTemplates(NamedTuple):
 
 def read_model_templates(folder: Path) -> ModelTemplates:
     """What the files of a tokenizer's folder say; UserError for a file that cannot be read."""
-    config = _read_json(folder / "tokenizer_config.json")
-    tokens = {name: text for name in TOKENS if (text := _token(config.get(name))) is not None}
-    given: Any = config.get("chat_template")
+    config = read_object(folder / "tokenizer_config.json")
+    given: Any = read_object(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     sources: dict[str, str] = {}
     if isinstance(given, str):
         sources["default"] = given
@@ -49,7 +50,7 @@ def read_model_templates(folder: Path) -> ModelTemplates:
     for path in [*sorted((folder / "additional_chat_templates").glob("*.jinja")), folder / "chat_template.jinja"]:
         if path.is_file():
             sources["default" if path.parent == folder else path.stem] = read_template(path)
-    return ModelTemplates(sources, tokens)
+    return ModelTemplates(sources, dict(read_settings(folder).tokens))
 
 
 def read_template(path: Path) -> str:
@@ -58,23 +59,6 @@ def read_template(path: Path) -> str:
         return foreign.read_text(path)
     except (OSError, ValueError) as error:
         raise UserError(f"chat template {path} cannot be read ({error}); correct the path or the file") from error
-
-
-def _token(value: Any) -> str | None:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = foreign.read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); correct or remove it") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is no JSON object; correct or remove it")
-    return content
 
 
 class SideLimits(NamedTuple):
@@ -114,6 +98,7 @@ class ChatSetup:
             raise UserError(
                 f"--chat-date {self.config.chat_date} is no date ({error}); write it as 2024-07-26"
             ) from error
+        template_variables(self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -136,9 +121,16 @@ class ChatSetup:
         return self.files.tokens.get("bos_token") or self.controls.bos or ""
 
     @cached_property
-    def variables(self) -> dict[str, str]:
-        """Names of special tokens that templates may use."""
-        return {"bos_token": self.bos, "eos_token": self.controls.eos, **self.files.tokens}
+    def variables(self) -> dict[str, Any]:
+        """What templates may use besides messages and tools: names of special tokens, and what the config gives."""
+        given = template_variables(self.config)
+        return {"bos_token": self.bos, "eos_token": self.controls.eos, **self.files.tokens, **given}
+
+    @cached_property
+    def stops(self) -> list[str]:
+        """Names of the control tokens at which the model stops by its generation_config.json, in order."""
+        ids = set() if self.folder is None else stops_of_generation(self.folder)
+        return sorted(name for name, number in self.controls.names.items() if number in ids)
 
     @cached_property
     def beginning(self) -> list[int]:
@@ -156,6 +148,10 @@ class ChatSetup:
         options = (config.chat_format, config.train_on, config.chat_date, sorted(self.variables.items()))
         if self.sides is not None:
             options = (*options, "two sides", self.sides.end)  # type: ignore[assignment]
+        if len(self.stops) > 1:  # of which one may end a turn by beginning the next
+            options = (*options, self.stops)  # type: ignore[assignment]
+        if (tool_use := self._source_with_tools()) is not None:
+            options = (*options, tool_use)  # type: ignore[assignment]
         _, source = self._named_source() or ("", "")
         return hashlib.sha256(repr((options, source, self.controls.identity)).encode()).hexdigest()
 
@@ -169,23 +165,45 @@ class ChatSetup:
             self.template() if for_chats else None,
             train_on=self.config.train_on,
             beginning=self.beginning,
+            with_tools=self._template_with_tools() if for_chats else None,
         )
+
+    def _source_with_tools(self) -> tuple[str, str] | None:
+        """Name and text of the model's own template for conversations with tools, where it has another for others."""
+        own = self.files.sources
+        if self.config.chat_template is not None or "default" not in own or TOOL_USE not in own:
+            return None
+        return f"{TOOL_USE} of {self.folder}", own[TOOL_USE]
+
+    def _template_with_tools(self) -> ChatTemplate | None:
+        source = self._source_with_tools()
+        return None if source is None else self._template(*source)
+
+    def template_source(self) -> str:
+        """Text of the chosen template, or the model's own; UserError if there is none."""
+        return self._chosen()[1]
 
     def template(self) -> ChatTemplate:
         """The chosen template, or the model's own; UserError if there is none."""
+        return self._template(*self._chosen())
+
+    def _chosen(self) -> tuple[str, str]:
         named_source = self._named_source()
         if named_source is None:
             raise UserError(
                 f"the tokenizer{f' in {self.folder}' if self.folder else ''} has no chat template; name one with "
                 f"--chat-template: {', '.join(BUILT_IN)}, or a .jinja file"
             )
-        name, source = named_source
+        return named_source
+
+    def _template(self, name: str, source: str) -> ChatTemplate:
         return ChatTemplate(
             source,
             name=name,
             controls=list(self.controls.names),
             variables=self.variables,
             date=self.config.chat_date,
+            stops=self.stops,
         )
 
     def _named_source(self) -> tuple[str, str] | None:

@@ -15,8 +15,9 @@ the true one, tokens would change overnight.
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jinja2
@@ -61,20 +62,34 @@ LARGEST_MARK = 0xFE000
 RESERVED = re.compile("[\U000f0000-\U0010ffff]")
 
 
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+
+
 class Rendering(NamedTuple):
-    """Messages to be written, up to where the model answers or not."""
+    """Messages to be written, up to where the model answers or not, with variables of their own."""
 
     messages: Sequence[Message]
     generation_prompt: bool = False
+    variables: Mapping[str, Any] = NO_VARIABLES
 
 
 class ChatTemplate:
-    """Template of a tokenizer's control tokens. `variables` are names like bos_token that it may use."""
+    """Template of a tokenizer's control tokens. `variables` are names like bos_token that it may use.
+
+    `stops` are those of the control tokens that end what the model writes.
+    """
 
     def __init__(
-        self, source: str, *, name: str, controls: Sequence[str], variables: Mapping[str, str], date: str
+        self,
+        source: str,
+        *,
+        name: str,
+        controls: Sequence[str],
+        variables: Mapping[str, Any],
+        date: str,
+        stops: Collection[str] = (),
     ) -> None:
-        self.name = name
+        self.name, self.stops = name, frozenset(stops)
         self.has_generation_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         """Whether the template itself says what the model writes."""
         self.reads_date = "strftime_now" in source
@@ -89,6 +104,7 @@ class ChatTemplate:
                 "--chat-template"
             ) from error
         self._variables = dict(variables)
+        self._arguments_are_text: bool | None = None
         self._own_size = None if is_built_in(source) else MOST_OWN + TIMES_SOURCE * (len(source) + size_of(variables))
         longest_first = sorted(controls, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -120,22 +136,43 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = False) -> str:
         """Text of shielded messages; ValueError, a sentence, if the template cannot write them."""
-        return without_generation_marks(self.render_marked(messages, tools, generation_prompt=generation_prompt))
+        return self.render_one(Rendering(messages, generation_prompt), tools)
 
-    def render_marked(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = False
-    ) -> str:
-        """The same with GENERATION_MARKS around what {% generation %} blocks write."""
-        (rendered,) = self.render_all([Rendering(messages, generation_prompt)], tools)
+    def render_one(self, rendering: Rendering, tools: Sequence[Any]) -> str:
+        """The same for a rendering with variables of its own."""
+        (rendered,) = self.render_all([rendering], tools)
         if isinstance(rendered, ValueError):
             raise rendered
-        return rendered
+        return without_generation_marks(rendered)
 
     def render_all(self, renderings: Sequence[Rendering], tools: Sequence[Any]) -> list[str | ValueError]:
-        """Each text with its GENERATION_MARKS, or why there is none. UserError where the template has no bounds."""
+        """Each text with its GENERATION_MARKS, or why there is none. UserError where the template has no bounds.
+
+        Arguments of calls are objects for most templates, and JSON texts for those that put them behind a text
+        (DeepSeek): which, the first conversation with calls shows.
+        """
+        calls = [call for each in renderings for message in each.messages for call in message.get("tool_calls", ())]
+        if not calls or self._arguments_are_text is False:
+            return self._rendered(renderings, tools)
+        as_texts = [each._replace(messages=[_with_texts(message) for message in each.messages]) for each in renderings]
+        if self._arguments_are_text:
+            return self._rendered(as_texts, tools)
+        as_objects = self._rendered(renderings, tools)
+        spelled = [str(arguments) for call in calls if (arguments := call["function"]["arguments"])]
+        if not (num_bad := _num_bad(as_objects, spelled)):
+            self._arguments_are_text = False if spelled else None
+            return as_objects
+        texts = self._rendered(as_texts, tools)
+        if _num_bad(texts, spelled) >= num_bad:  # for another reason
+            return as_objects
+        self._arguments_are_text = True
+        return texts
+
+    def _rendered(self, renderings: Sequence[Rendering], tools: Sequence[Any]) -> list[str | ValueError]:
         values = [
             {
                 **self._variables,
+                **each.variables,
                 "messages": list(each.messages),
                 "tools": list(tools) or None,
                 "documents": None,
@@ -167,6 +204,22 @@ class ChatTemplate:
             f"the chat template {self.name} {why}; correct it, or name another with --chat-template: a template has "
             "a part of the memory and of the time that any real one stays far below"
         )
+
+
+def _with_texts(message: Message) -> Message:
+    """A message whose calls have their arguments as JSON texts."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _num_bad(texts: Sequence[str | ValueError], spelled: Sequence[str]) -> int:
+    """Texts that a template cannot write, or in which arguments of calls are as Python spells objects."""
+    return sum(isinstance(text, ValueError) or any(each in text for each in spelled) for text in texts)
 
 
 def without_generation_marks(text: str) -> str:

@@ -27,6 +27,9 @@ from megatronish.tokenizer.names import tokenizer_in
 FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
 """Numbers of layers of multi-token prediction, of which a family may have none here: they are left out."""
 
+LIKE_GPT2 = ("gpt2", "gptj", "opt")
+"""Types of models whose vocab.json and merges.txt are those of GPT-2's way to split text."""
+
 
 @dataclass(frozen=True)
 class HfModel:
@@ -46,7 +49,7 @@ class HfModel:
 def read_hf_config(folder: Path) -> HfModel:
     """Model of a Hugging Face folder. UserError, with file and key, for a model that cannot be read or is not known."""
     values = read_json(folder)
-    config = _understand(values, folder, data=tokenizer_in(folder, like_gpt2=values.get("model_type") == "gpt2"))
+    config = _understand(values, folder, data=tokenizer_in(folder, like_gpt2=values.get("model_type") in LIKE_GPT2))
     return _without_missing_layers(config, stored_names(folder))
 
 

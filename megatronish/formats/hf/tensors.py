@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatronish.config.sections.data import DataConfig
 from megatronish.config.sections.model import ModelConfig
-from megatronish.core import foreign
 from megatronish.core.errors import UserError
 from megatronish.core.files import new_folder
 from megatronish.formats import tokenizer_files
@@ -31,6 +30,7 @@ from megatronish.formats.hf.quantised import dequantised, fp8_blocks
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description, LazyTensor, Model
+from megatronish.tokenizer.settings import stops_of_generation
 
 FORMAT = "hf"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -44,7 +44,7 @@ def describe(load: Path) -> Description:
     if not load.is_dir():
         raise UserError(f"{load} is no folder; download the model, and name the folder with its config.json")
     config = read_hf_config(load)
-    stops = sorted({*config.eos_token_ids, *_stops_of_generation(load)})
+    stops = sorted({*config.eos_token_ids, *stops_of_generation(load)})
     return Description(
         model=ModelConfig(**config.model),
         vocab_size=config.vocab_size,
@@ -54,24 +54,6 @@ def describe(load: Path) -> Description:
         tokenizer_files=tokenizer_files.in_folder(load),
         origin={FORMAT: config.origin} | ({"stops": stops} if len(stops) > 1 else {}),
     )
-
-
-def _stops_of_generation(load: Path) -> set[int]:
-    """Ids of the tokens that end a text by the folder's generation_config.json."""
-    path = load / "generation_config.json"
-    if not path.is_file():
-        return set()
-    try:
-        stops = foreign.read_json(path)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a JSON object: {error}; correct or remove it") from error
-    if not isinstance(stops, dict):
-        raise UserError(f"{path} is not a JSON object; correct or remove it")
-    stops = stops.get("eos_token_id")
-    ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    if not all(isinstance(token, int) for token in ids):
-        raise UserError(f"{path}: eos_token_id={stops!r} must be a token id, or a list of them; correct it")
-    return set(ids)
 
 
 def read(load: Path) -> Model:
