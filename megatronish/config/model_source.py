@@ -212,6 +212,7 @@ ROPE_SCALING: dict[str, tuple[str, ...]] = {
         "rope_original_max_positions",
         "rope_beta_fast",
         "rope_beta_slow",
+        "yarn_correction_range_round_to_int",
         "rope_mscale",
         "rope_mscale_all_dim",
     ),

@@ -146,7 +146,9 @@ def _yarn(frequencies: Tensor, config: ModelConfig, size: int) -> Tensor:
 
     # Pairs up to `low` make at least beta_fast turns: the model has seen every angle of them, so they are kept. Pairs
     # from `high` on make at most beta_slow turns: a longer context would bring unseen angles, so they are stretched.
-    low = max(math.floor(pair_with_turns(config.rope_beta_fast)), 0)
-    high = min(math.ceil(pair_with_turns(config.rope_beta_slow)), size - 1)
+    low, high = pair_with_turns(config.rope_beta_fast), pair_with_turns(config.rope_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     stretched = ((torch.arange(size // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
     return frequencies / config.rope_scaling_factor * stretched + frequencies * (1 - stretched)

@@ -6,7 +6,7 @@
 
 `torch.nn.functional.grouped_mm` computes each in one call where it can: it takes neither fp64 nor strides that are no
 multiple of 16 bytes, and on CUDA its fast path is bf16 on SM 80 and later. Elsewhere a loop over the groups that have
-rows computes the same. A group without rows has a zero weight gradient.
+rows computes the same. A group without rows has a zero weight gradient. Groups may have a bias, too, [E, out].
 """
 
 from itertools import accumulate
@@ -71,6 +71,26 @@ def add_grouped_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, groups: Gr
         return
     for e, rows in groups.slices():
         total[e].addmm_(dy[rows].t(), x[rows])
+
+
+def add_grouped_bias(y: Tensor, bias: Tensor, groups: Groups) -> Tensor:
+    """[N, out], [E, out] -> y itself, to each row of which the bias of its group is added."""
+    return y.addmm_(_members(groups, y).t(), bias)
+
+
+def grouped_bias_gradient(dy: Tensor, groups: Groups) -> Tensor:
+    """[N, out] -> [E, out], the sum of the rows of each group."""
+    return _members(groups, dy) @ dy
+
+
+def _members(groups: Groups, rows: Tensor) -> Tensor:
+    """[E, N], 1 where a row is of a group and 0 elsewhere.
+
+    Products with it take one call for all groups, and add in the same order on every run.
+    """
+    places = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    before = places < groups.ends[:, None]
+    return torch.cat([before[:1], before[1:] & ~before[:-1]]).to(rows.dtype)
 
 
 def _fits(rows: Tensor, other: Tensor) -> bool:

@@ -36,6 +36,8 @@ MODELS = (
     replace(GPT, num_experts=4, moe_router_topk_scaling_factor=2.5),
     replace(ROPE, attn_temperature_scale=0.1, no_rope_freq="2"),
     replace(GPT, num_experts=4, moe_router_score_function="sparsemixer"),
+    replace(GPT, num_experts=4, moe_add_bias_linear=True),
+    replace(YARN, yarn_correction_range_round_to_int=False),
     replace(GPT, qk_layernorm=True),
     replace(ROPE, qk_layernorm=True),
     replace(YARN, multi_latent_attention=True),

@@ -57,6 +57,8 @@ DIFFERENCES: dict[str, str] = {
     **dict.fromkeys(("attn_temperature_scale", "attn_temperature_floor"), "Not in Megatron-LM."),
     "qk_l2_norm": "Of layers with RoPE alone.",
     "moe_sparsemixer_eps": "Not in Megatron-LM.",
+    "moe_add_bias_linear": "Not in Megatron-LM, where routers and experts have biases unless `--disable-bias-linear` "
+    "is given; here they have none unless this flag is.",
     "qk_layernorm_1p": "In Megatron-LM `--apply-layernorm-1p` is of these norms, too; conversions know it.",
     "qk_layernorm_after_rope": "Not in Megatron-LM, whose norm comes before RoPE.",
     "qk_layernorm_by_head": "Not in Megatron-LM, whose heads share a weight.",

@@ -39,6 +39,8 @@ class ExpertOptions:
     """Which layers have experts: N, every Nth from the first on; or a list such as ([0]*3+[1]*58), 1 for experts."""
     moe_shared_expert_intermediate_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Inner width, in all, of experts that every token passes."""
+    moe_add_bias_linear: bool = False
+    """Biases on the router and on both products of each routed expert, also with --disable-bias-linear (gpt-oss)."""
     moe_shared_expert_gate: bool = False
     """The output of the shared experts is multiplied by a gate, one number a token (Qwen2-MoE)."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
@@ -189,6 +191,8 @@ class DenseOptions:
     """yarn: turns over the original context above which a wavelength is left alone."""
     rope_beta_slow: Annotated[float, greater_than(0)] = 1.0
     """yarn: turns over the original context below which a wavelength is fully stretched."""
+    yarn_correction_range_round_to_int: bool = True
+    """yarn: the range of pairs between both is rounded to whole pairs (not in gpt-oss)."""
     rope_short_factor: tuple[float, ...] = ()
     """longrope: for each pair of a head that RoPE turns, what divides its frequency in the original context."""
     rope_long_factor: tuple[float, ...] = ()
