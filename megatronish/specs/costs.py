@@ -69,6 +69,7 @@ class LinearShape:
     used: int = 1
     name: str = ""
     sections: tuple[tuple[str, int], ...] = ()
+    bias_name: str = "bias"
     splits_tokens: bool = False
     """Ranks of tp see different tokens, with sequence parallelism or without."""
     share: Fraction | int = 1

@@ -151,7 +151,12 @@ class ExpertsSpec:
         gate_up, down, bias = tuple(self.expert.sections.items()), (("down", hidden),), self.expert.bias
         cost = LayerCost(
             linears=(
-                LinearShape(hidden, self.num_experts, "none", bias, name="mlp.router", splits_tokens=True),
+                LinearShape(
+                    *(hidden, self.num_experts, "none", bias),
+                    name="mlp.router",
+                    bias_name="logit_bias",
+                    splits_tokens=True,
+                ),
                 LinearShape(hidden, features, "column", bias, copies, used, "mlp.experts.gate_up", gate_up),
                 LinearShape(size, hidden, "row", bias, copies, used, "mlp.experts.down", down),
             ),
