@@ -4,8 +4,8 @@ Gate and up-projection of expert e are `gate_up[e, 0]` and `gate_up[e, 1]`: with
 is one rectangle of the global tensor, however it is cut. The rows of all local experts lie sorted by expert, and each
 product over them is one grouped product.
 
-With biases, those of gate and up-projection are cut as the features. The outputs of ranks of etp are terms of a sum, and
-the bias of the down-projection belongs to the sum: each rank adds the columns that it holds of it to its own term.
+Biases of gate and up-projection are cut as the features. The outputs of ranks of etp are terms of a sum, to which the
+bias of the down-projection belongs: each rank adds the columns that it holds of it to its own term.
 """
 
 from collections.abc import Callable
@@ -185,7 +185,9 @@ class Experts(nn.Module):
         assert not bias or hidden_size % parallel.etp.size == 0
         self.activate, self.parallel = activate, parallel
         shape = (num_experts, len(sections), ffn_size, hidden_size)
-        self.gate_up = StackedLinear(shape, parallel=parallel, cut_dim=2, init_std=init_std, sections=sections, bias=bias)
+        self.gate_up = StackedLinear(
+            shape, parallel=parallel, cut_dim=2, init_std=init_std, sections=sections, bias=bias
+        )
         down = (num_experts, hidden_size, ffn_size)
         self.down = StackedLinear(
             down, parallel=parallel, cut_dim=2, init_std=output_std, sections=("down",), bias=bias

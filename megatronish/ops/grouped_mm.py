@@ -73,24 +73,18 @@ def add_grouped_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, groups: Gr
         total[e].addmm_(dy[rows].t(), x[rows])
 
 
-def add_grouped_bias(y: Tensor, bias: Tensor, groups: Groups) -> Tensor:
-    """[N, out], [E, out] -> y itself, to each row of which the bias of its group is added."""
-    return y.addmm_(_members(groups, y).t(), bias)
+def add_grouped_bias(y: Tensor, bias: Tensor, groups: Groups) -> None:
+    """Add to each row of y [N, out], in place, the bias of its group, [E, out]."""
+    for e, rows in groups.slices():
+        y[rows] += bias[e]
 
 
 def grouped_bias_gradient(dy: Tensor, groups: Groups) -> Tensor:
     """[N, out] -> [E, out], the sum of the rows of each group."""
-    return _members(groups, dy) @ dy
-
-
-def _members(groups: Groups, rows: Tensor) -> Tensor:
-    """[E, N], 1 where a row is of a group and 0 elsewhere.
-
-    Products with it take one call for all groups, and add in the same order on every run.
-    """
-    places = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-    before = places < groups.ends[:, None]
-    return torch.cat([before[:1], before[1:] & ~before[:-1]]).to(rows.dtype)
+    dbias = dy.new_zeros(len(groups.sizes), dy.shape[1])
+    for e, rows in groups.slices():
+        torch.sum(dy[rows], 0, out=dbias[e])
+    return dbias
 
 
 def _fits(rows: Tensor, other: Tensor) -> bool:

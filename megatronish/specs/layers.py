@@ -128,8 +128,8 @@ class MLPSpec:
 class ExpertsSpec:
     """Mixture of experts in the place of an MLP: E experts, of which a token passes K, and shared ones.
 
-    Each expert is an MLP; with biases the router has one, too. `shared` are experts that every token passes, as one MLP; with `shared_gate`
-    their output has a gate.
+    Each expert is an MLP; with biases the router has one, too. `shared` are experts that every token passes, as one
+    MLP; with `shared_gate` their output has a gate.
     """
 
     kind: ClassVar[Literal["experts"]] = "experts"

@@ -113,8 +113,8 @@ def bias_of_another_expert(patch: Patch) -> None:
     """Rows have the bias of the first expert that the rank holds."""
     add = layer.add_grouped_bias
 
-    def planted(y: Tensor, bias: Tensor, groups: Groups) -> Tensor:
-        return add(y, bias[:1].expand_as(bias), groups)
+    def planted(y: Tensor, bias: Tensor, groups: Groups) -> None:
+        add(y, bias[:1].expand_as(bias), groups)
 
     patch.setattr(layer, "add_grouped_bias", planted)
 

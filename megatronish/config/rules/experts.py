@@ -238,8 +238,8 @@ def _bias_over_etp(config: Config) -> str | None:
         return None
     sizes = [size for size in range(1, etp) if model.hidden_size % size == 0]
     return (
-        f"hidden_size={model.hidden_size} must be divisible by {_ETP}={etp} with moe_add_bias_linear, as each rank adds "
-        f"a part of a bias; use --etp {one_of(sizes)}"
+        f"hidden_size={model.hidden_size} must be divisible by {_ETP}={etp} with moe_add_bias_linear, as each rank "
+        f"adds a part of a bias; use --etp {one_of(sizes)}"
     )
 
 
