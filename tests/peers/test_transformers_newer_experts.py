@@ -71,6 +71,14 @@ _LLAMA4 = _SIZES | {
     "attn_scale": 0.5,
 }
 _PHI = _SIZES | {"model_type": "phimoe", "num_local_experts": 4, "router_jitter_noise": 0.3}
+_OSS = _SIZES | {
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "sliding_window": 5,
+    "swiglu_limit": 0.4,
+    "rope_parameters": _YARN | {"truncate": False, "beta_fast": 2.0},
+}
 CONFIGS |= {
     "phi": _PHI,
     "phi, biases, window": _PHI | {"attention_bias": True, "lm_head_bias": True, "sliding_window": 5},
@@ -81,6 +89,10 @@ CONFIGS |= {
     "llama4, all experts": _LLAMA4
     | {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1], "layer_types": [_CHUNKED, "full_attention"]},
     "llama4, tied": _LLAMA4 | {"moe_layers": [0], "tie_word_embeddings": True, "no_rope_layers": [1, 0]},
+    "gpt-oss": _OSS,
+    "gpt-oss, plain": _OSS
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "attention_bias": False, "num_local_experts": 8},
+    "gpt-oss, tied": _OSS | {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 2, "swiglu_limit": 7.0},
     "phi, tied": _PHI | {"tie_word_embeddings": True, "lm_head_bias": True},
 }
 

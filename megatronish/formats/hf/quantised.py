@@ -1,16 +1,18 @@
-"""Weights in fp8 as DeepSeek publishes them, and Qwen and others: read as bf16, one tensor at a time.
+"""Quantised weights, by what config.json says; and those in fp8, read as bf16, one tensor at a time.
 
-A weight [out, in] is float8_e4m3fn, and `<name>_scale_inv`, fp32 [ceil(out / rows), ceil(in / columns)], has a factor
-for each block of it: the weight is the product of both. What is written is not quantised.
+In fp8, as DeepSeek publishes them, and Qwen and others, a weight [out, in] is float8_e4m3fn, and `<name>_scale_inv`,
+fp32 [ceil(out / rows), ceil(in / columns)], has a factor for each block of it: the weight is the product of both. What
+is written is not quantised.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatronish.core.errors import UserError
 from megatronish.formats.hf.family import CORRECT, ConfigJson
+from megatronish.formats.hf.mxfp4 import from_mxfp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from megatronish.formats.weights import LazyTensor
 
 QUANTISED = "quantization_config"
+MXFP4 = "gpt_oss"  # the family that is published so
 SCALE = "_scale_inv"
 
 
@@ -28,11 +31,16 @@ class Blocks(NamedTuple):
     columns: int
 
 
-def fp8_blocks(config: ConfigJson) -> Blocks | None:
-    """Blocks of the weights in fp8, None for weights that are not quantised; UserError for another quantisation."""
+Dequantise = Callable[[Path, "Mapping[str, LazyTensor]"], "dict[str, LazyTensor]"]
+
+
+def quantisation(config: ConfigJson) -> Dequantise | None:
+    """How the weights of a folder become bf16, None for weights that are; UserError for another quantisation."""
     settings = config.values.get(QUANTISED)
     if settings is None:
         return None
+    if isinstance(settings, dict) and settings.get("quant_method") == "mxfp4" and config.values["model_type"] == MXFP4:
+        return from_mxfp4
     is_fp8 = isinstance(settings, dict) and settings.get("quant_method") == "fp8"
     if not is_fp8 or settings.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         config.refuse(
@@ -41,7 +49,7 @@ def fp8_blocks(config: ConfigJson) -> Blocks | None:
     size = settings.get("weight_block_size")
     if not isinstance(size, list) or len(size) != 2 or not all(type(each) is int and each > 0 for each in size):
         config.refuse(QUANTISED, "must have a weight_block_size of two whole numbers of at least 1", remedy=CORRECT)
-    return Blocks(*size)
+    return partial(dequantised, blocks=Blocks(*size))
 
 
 def dequantised(load: Path, tensors: "Mapping[str, LazyTensor]", blocks: Blocks) -> "dict[str, LazyTensor]":

@@ -27,7 +27,7 @@ from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.family import CONFIG, ConfigJson, ExpertNames, FamilyTensors
-from megatronish.formats.hf.quantised import dequantised, fp8_blocks
+from megatronish.formats.hf.quantised import quantisation
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description, LazyTensor, Model
@@ -85,9 +85,9 @@ def read(load: Path) -> Model:
             "save_pretrained it"
         )
     tensors = read_folder(load)
-    blocks = fp8_blocks(ConfigJson(load / CONFIG, description.origin[FORMAT], {}))
-    if blocks is not None:
-        tensors = dequantised(load, tensors, blocks)
+    dequantise = quantisation(ConfigJson(load / CONFIG, description.origin[FORMAT], {}))
+    if dequantise is not None:
+        tensors = dequantise(load, tensors)
     buffers = {name: tensors.pop(name) for name in [*tensors] if BUFFERS.fullmatch(name)}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
@@ -97,7 +97,7 @@ def read(load: Path) -> Model:
             )
     family = _tensors_of(description)
     tensors = {family.new_name(name): tensor for name, tensor in tensors.items()}
-    if family.experts is not None:
+    if family.experts is not None and not family.experts.is_packed:
         tensors = published(tensors, family.experts)
     tensors = _with_prefix(load, description, tensors)
     left_out = dict.fromkeys(buffers, "a buffer that follows from config.json")

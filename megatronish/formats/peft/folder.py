@@ -44,6 +44,7 @@ class Module(NamedTuple):
     experts: int = 0
     parameter: str = ""  # of packed experts: gate_up_proj
     turned: bool = False
+    order: Tensor | None = None  # of packed experts: numbers of our rows, in their order
 
     @property
     def key(self) -> str:
@@ -78,7 +79,8 @@ def modules_of(description: Description) -> Iterator[Module]:
                 packed = f"{theirs[0].rpartition('.')[0].removesuffix('.experts')}.experts"
             parameter = "down_proj" if sections == ("down",) else "gate_up_proj"
             turned = rule.by_row and _turns(rule, len(sections))
-            yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter, turned)
+            order = _order(rule, sizes) if rule.by_row else None
+            yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter, turned, order)
         # Each section is a module of its own there (q_proj, k_proj, v_proj).
         elif len(theirs) == len(sections):
             for name, section, size in zip(theirs, sections, sizes, strict=True):
@@ -92,6 +94,13 @@ def _turns(rule: TensorRule, num_sections: int) -> bool:
     """Whether the rule of packed experts of so many sections has inputs before outputs there."""
     shape = (1, 5, 3) if num_sections == 1 else (1, num_sections, 5, 3)
     return rule.split(torch.empty(shape, device="meta"))[0].shape[-1] != shape[-1]
+
+
+def _order(rule: TensorRule, sizes: Sequence[int]) -> Tensor:
+    """Numbers of our rows, of all sections, as the rule of packed experts orders them there."""
+    rows = torch.arange(sum(sizes))
+    shape = (1, sum(sizes), 1) if len(sizes) == 1 else (1, len(sizes), sizes[0], 1)
+    return rule.split(rows.view(shape))[0].flatten()
 
 
 def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
@@ -110,6 +119,8 @@ def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank
             column = rank * list(parts).index(name)
             b[..., row : row + size, column : column + rank] = parts[name]["B"]
         row += size
+    if module.order is not None:
+        b = b[:, module.order]
     # PEFT has the experts' ranks side by side, in another order for A than for B.
     if module.turned:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
@@ -162,6 +173,8 @@ def our_parts(
             f"{source}: {module.name} has A {list(a.shape)} and B {list(b.shape)}, and the model's layer has "
             f"{sum(module.sizes)} outputs; the adapter is of another model"
         )
+    if module.order is not None:
+        b = b[:, module.order.argsort()]
     parts = _apart(module, a, b, config.lora_rank)
     if wrong := next((name for name, each in parts.items() if each["A"].shape[-2] != config.lora_rank), None):
         raise UserError(
