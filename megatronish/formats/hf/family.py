@@ -91,7 +91,8 @@ class ExpertNames(NamedTuple):
     """Names of a family in a layer: of the part that holds router and experts, and of an expert's matrices.
 
     `bias` is the router's, in that part; `shared` are the experts that every token passes. `is_packed`: the family's
-    rules are of packed experts, in a form of its own.
+    rules are of packed experts, in a form of its own. `says_turned`: their module in transformers says that inputs come
+    before outputs, [E, in, out].
     """
 
     part: str = "mlp"
@@ -101,6 +102,7 @@ class ExpertNames(NamedTuple):
     bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert"
     is_packed: bool = False
+    says_turned: bool = False
 
 
 class FamilyTensors(NamedTuple):

@@ -172,5 +172,5 @@ GPT_OSS = ModelFamily(
     _read_gpt_oss,
     _write_gpt_oss,
     _lacks,
-    FamilyTensors("model", _tensors, ExpertNames(is_packed=True)),
+    FamilyTensors("model", _tensors, ExpertNames(is_packed=True, says_turned=True)),
 )

@@ -1,7 +1,7 @@
 """Adapters in PEFT's format, LoRA and IA3, read and written: adapter_config.json and adapter_model.safetensors."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,7 @@ PREFIX = "base_model.model."
 class Module(NamedTuple):
     """Linear module of transformers, and our layer and sections that it is. `experts` is how many it holds packed.
 
-    Where they are `turned` there, [E, in, out], PEFT takes inputs for outputs: A and B change places.
+    Where they are `turned` there, [E, in, out], and do not say so, PEFT takes inputs for outputs: A and B change places.
     """
 
     name: str  # model.layers.0.self_attn.q_proj
@@ -61,7 +61,8 @@ def modules_of(description: Description) -> Iterator[Module]:
         layer, _, section = each.name.rpartition(".")
         layers.setdefault(layer, {})[section] = (each.out_features, each.copies)
     # 2. Their tensors, by the rules of the model's own conversion, so that names of every family come from one place.
-    rules = list(hf.rules(description))
+    rules, names_of_experts = list(hf.rules(description)), hf.tensors_of(description).experts
+    says_turned = names_of_experts is not None and names_of_experts.says_turned
     biases = {rule.ours.removesuffix(".bias"): rule for rule in rules if rule.ours.endswith(".bias")}
     for rule in rules:
         layer = rule.ours.removesuffix(".weight")
@@ -78,7 +79,7 @@ def modules_of(description: Description) -> Iterator[Module]:
             if rule.by_row:  # published as they are packed, perhaps under another name than there
                 packed = f"{theirs[0].rpartition('.')[0].removesuffix('.experts')}.experts"
             parameter = "down_proj" if sections == ("down",) else "gate_up_proj"
-            turned = rule.by_row and _turns(rule, len(sections))
+            turned = rule.by_row and _turns(rule, len(sections)) and not says_turned
             order = _order(rule, sizes) if rule.by_row else None
             yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter, turned, order)
         # Each section is a module of its own there (q_proj, k_proj, v_proj).
