@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatronish.formats.hf.mxfp4 import from_mxfp4
+from megatronish.formats.weights import LazyTensor
+
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(
     "random_models",
@@ -110,3 +113,16 @@ def test_the_loss_and_the_gradients_of_a_step_are_equal(tmp_path: Path, name: st
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_likeliest_text_is_the_same(tmp_path: Path, name: str) -> None:
     latent.check_text(tmp_path, latent.random_decoder(CONFIGS[name]))
+
+
+def test_weights_in_4_bits_are_those_of_transformers() -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", exc_type=ImportError)
+    made = peer.torch.Generator().manual_seed(3)
+    blocks = peer.torch.randint(0, 256, (3, 10, 2, 16), generator=made, dtype=peer.torch.uint8)
+    scales = peer.torch.randint(90, 160, (3, 10, 2), generator=made, dtype=peer.torch.uint8)
+    tensors = {
+        f"w{kind}": LazyTensor(tuple(each.shape), each.dtype, each.clone, lambda start, stop, each=each: each[start:stop])
+        for kind, each in (("_blocks", blocks), ("_scales", scales))
+    }
+    found = from_mxfp4(Path("folder"), tensors)["w"].read()
+    assert peer.torch.equal(found, mxfp4.convert_moe_packed_tensors(blocks, scales))
