@@ -87,6 +87,15 @@ def test_published_models_have_their_published_parameters(
     assert num_active_parameters(model, **sizes) / 1e9 == pytest.approx(active, abs=0.05)
 
 
+@pytest.mark.parametrize(("model", "total", "active"), [(GPT_OSS_20B, 20.91, 3.61), (GPT_OSS_120B, 116.83, 5.13)])
+def test_gpt_oss_has_its_published_parameters(model: ModelConfig, total: float, active: float) -> None:
+    """Those that a token passes are counted there without the table of words, in which it is looked up."""
+    sizes = {"vocab_size": 201_088, "seq_length": 4096}
+    assert num_parameters(model, **sizes) / 1e9 == pytest.approx(total, abs=0.005)
+    passed = num_active_parameters(model, **sizes) - 201_088 * model.hidden_size
+    assert passed / 1e9 == pytest.approx(active, abs=0.005)
+
+
 def test_flops_are_those_of_active_parameters() -> None:
     model = read_config(QWEN).config.model
     flops = forward_flops(model, vocab_size=151_936, seq_length=4096)

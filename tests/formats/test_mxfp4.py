@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatronish.core.errors import UserError
 from megatronish.formats.hf import tensors as hf
-from megatronish.formats.hf.mxfp4 import from_mxfp4
+from megatronish.formats.hf.quantised import from_mxfp4
 from megatronish.formats.safetensors import FILE
 from megatronish.formats.weights import LazyTensor
 
@@ -72,7 +72,12 @@ def write_wide(folder: Path, **config: Any) -> Path:
     """A gpt-oss whose sizes have whole blocks."""
     write_family(folder, "gpt_oss", **{"hidden_size": 32, "intermediate_size": 64}, **config)
     made = torch.Generator().manual_seed(6)
-    of_experts = {"gate_up_proj": (32, 128), "gate_up_proj_bias": (128,), "down_proj": (64, 32), "down_proj_bias": (32,)}
+    of_experts = {
+        "gate_up_proj": (32, 128),
+        "gate_up_proj_bias": (128,),
+        "down_proj": (64, 32),
+        "down_proj_bias": (32,),
+    }
     tensors = {}
     for key, tensor in tensors_of_family("gpt_oss").items():
         shape = [32 if size == D else size for size in tensor.shape]
@@ -129,8 +134,14 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str
     ("damage", "told"),
     [
         (without("gate_up_proj_scales"), "gate_up_proj_scales is not there"),
-        (changed("down_proj_scales", lambda each: each[:, :-1].clone()), "down_proj_scales is [4, 31, 2], which must have"),
-        (changed("down_proj_blocks", lambda each: each[..., :8].clone()), "is in 4 bits, [experts, outputs, blocks, 16]"),
+        (
+            changed("down_proj_scales", lambda each: each[:, :-1].clone()),
+            "down_proj_scales is [4, 31, 2], which must have",
+        ),
+        (
+            changed("down_proj_blocks", lambda each: each[..., :8].clone()),
+            "is in 4 bits, [experts, outputs, blocks, 16]",
+        ),
         (changed("down_proj_scales", lambda each: each.float()), "which must have a byte for each block"),
         (changed("down_proj_scales", lambda each: each * 0 + 255), "has a scale of 255, which is no number"),
         (without("gate_up_proj_blocks"), "gate_up_proj_scales is of type U8, and weights are read in"),

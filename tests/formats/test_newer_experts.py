@@ -230,8 +230,16 @@ def test_a_part_of_a_head_in_either_spelling_is_changed_as_a_whole(tmp_path: Pat
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported: gates are multiplied by 1.702"),
         ("gpt_oss", {"swiglu_limit": 0}, "its activation_func_clamp_value=0.0 must be greater than 0"),
         ("gpt_oss", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported; silu is'),
-        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token=3 contradicts num_experts_per_tok=2; correct that line"),
-        ("gpt_oss", {"initial_context_length": 64}, "initial_context_length=64 contradicts original_max_position_embed"),
+        (
+            "gpt_oss",
+            {"experts_per_token": 3},
+            "experts_per_token=3 contradicts num_experts_per_tok=2; correct that line",
+        ),
+        (
+            "gpt_oss",
+            {"initial_context_length": 64},
+            "initial_context_length=64 contradicts original_max_position_embed",
+        ),
         ("gpt_oss", {"sliding_window": None}, "sliding_window=null must be a whole number of at least 1"),
         ("phimoe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized other than in fp8"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: SparseMixer chooses two"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatronish.formats.hf.mxfp4 import from_mxfp4
+from megatronish.formats.hf.quantised import from_mxfp4
 from megatronish.formats.weights import LazyTensor
 
 pytestmark = pytest.mark.peers("transformers")
@@ -94,7 +94,11 @@ CONFIGS |= {
     "llama4, tied": _LLAMA4 | {"moe_layers": [0], "tie_word_embeddings": True, "no_rope_layers": [1, 0]},
     "gpt-oss": _OSS,
     "gpt-oss, plain": _OSS
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "attention_bias": False, "num_local_experts": 8},
+    | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        "attention_bias": False,
+        "num_local_experts": 8,
+    },
     "gpt-oss, tied": _OSS | {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 2, "swiglu_limit": 7.0},
     "phi, tied": _PHI | {"tie_word_embeddings": True, "lm_head_bias": True},
 }
@@ -121,7 +125,9 @@ def test_weights_in_4_bits_are_those_of_transformers() -> None:
     blocks = peer.torch.randint(0, 256, (3, 10, 2, 16), generator=made, dtype=peer.torch.uint8)
     scales = peer.torch.randint(90, 160, (3, 10, 2), generator=made, dtype=peer.torch.uint8)
     tensors = {
-        f"w{kind}": LazyTensor(tuple(each.shape), each.dtype, each.clone, lambda start, stop, each=each: each[start:stop])
+        f"w{kind}": LazyTensor(
+            tuple(each.shape), each.dtype, each.clone, lambda start, stop, each=each: each[start:stop]
+        )
         for kind, each in (("_blocks", blocks), ("_scales", scales))
     }
     found = from_mxfp4(Path("folder"), tensors)["w"].read()

@@ -2,7 +2,7 @@
 
 The experts of a layer are four tensors: `gate_up_proj` [E, D, 2 F], in which the gate of a feature stands before its
 up-projection, `down_proj` [E, F, D], and the bias of each. As published the first and the third are in 4 bits
-(mxfp4.py).
+(quantised.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from megatronish.formats.hf.decoder import read_decoder, write_decoder
 from megatronish.formats.hf.experts import is_normalised, not_experts_alone, read_experts
 from megatronish.formats.hf.family import CORRECT, ConfigJson, ExpertNames, FamilyTensors, ModelFamily, first_true
 from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, llama_tensors
-from megatronish.formats.hf.rope import BASE, ORIGINAL
+from megatronish.formats.hf.rope import ORIGINAL
 from megatronish.formats.hf.window import read_layer_types, write_layer_types
 from megatronish.formats.tensor_rule import TensorRule
 

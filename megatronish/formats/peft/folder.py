@@ -33,7 +33,8 @@ PREFIX = "base_model.model."
 class Module(NamedTuple):
     """Linear module of transformers, and our layer and sections that it is. `experts` is how many it holds packed.
 
-    Where they are `turned` there, [E, in, out], and do not say so, PEFT takes inputs for outputs: A and B change places.
+    Where they are `turned` there, [E, in, out], and do not say so, PEFT takes inputs for outputs: A and B change
+    places.
     """
 
     name: str  # model.layers.0.self_attn.q_proj
