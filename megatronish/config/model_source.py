@@ -150,6 +150,8 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
         "max_position_embeddings": model.max_position_embeddings or seq_length,
         "softmax_scale": None if model.score_factor is None else model.softmax_scale,
         "window_attn_skip_freq": _pattern(model.windowed_layers),
+        "rope_short_mscale": model.rotary_growths[0],
+        "rope_long_mscale": model.rotary_growths[1],
         "window_rotary_base": model.window_rotary_base if model.has_window_rotation else None,
         "latent_norm_epsilon": model.latent_epsilon,
         "no_rope_freq": _pattern(tuple(not rotated for rotated in model.rotated_layers)),
@@ -206,7 +208,10 @@ ROPE_SCALING: dict[str, tuple[str, ...]] = {
         "rope_low_freq_factor",
         "rope_high_freq_factor",
     ),
-    "longrope": ("rope_scaling_factor", "rope_original_max_positions", "rope_short_factor", "rope_long_factor"),
+    "longrope": (
+        *("rope_scaling_factor", "rope_original_max_positions", "rope_short_factor", "rope_long_factor"),
+        *("rope_short_mscale", "rope_long_mscale"),
+    ),
     "yarn": (
         "rope_scaling_factor",
         "rope_original_max_positions",

@@ -37,6 +37,7 @@ MODELS = (
     replace(ROPE, attn_temperature_scale=0.1, no_rope_freq="2"),
     replace(GPT, num_experts=4, moe_router_score_function="sparsemixer"),
     replace(GPT, num_experts=4, moe_add_bias_linear=True),
+    replace(LONGROPE, rope_short_mscale=1.2, rope_long_mscale=1.3),
     replace(YARN, yarn_correction_range_round_to_int=False),
     replace(GPT, qk_layernorm=True),
     replace(ROPE, qk_layernorm=True),

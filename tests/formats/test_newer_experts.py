@@ -26,6 +26,15 @@ from megatronish.formats.weights import LazyTensor, from_ours
 from megatronish.formats.weights import to_ours as rename
 from megatronish.specs.adapter_targets import adapted_sections
 
+LONGROPE = {
+    "long_factor": [2.0, 4.0, 8.0],
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 8,
+    "short_factor": [1.0, 1.1, 1.2],
+    "short_mscale": 1.243163121016122,
+    "type": "longrope",
+}
+"""Of a tiny PhiMoE."""
 FAMILIES = ("glm4_moe", "minimax_m2", "granitemoe", "granitemoeshared", "phimoe", "llama4_text", "gpt_oss")
 PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4_moe": {
@@ -120,7 +129,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 201088,
     },
-    "phimoe": {"attention_bias": True, "lm_head_bias": True, "input_jitter_noise": 0.01, "sliding_window": 131072},
+    "phimoe": {
+        "attention_bias": True,
+        "hidden_size": 4096,
+        "input_jitter_noise": 0.01,
+        "lm_head_bias": True,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": LONGROPE
+        | {"long_factor": [8.0] * 64, "short_factor": [1.05] * 64, "original_max_position_embeddings": 4096},
+        "sliding_window": 131072,
+    },
 }
 """Keys of the published models in which they differ from the defaults, or which change nothing here."""
 
@@ -157,6 +175,7 @@ def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
         ("gpt_oss", {"windowed_layers": (True, False) * 12, "window_size": 128, "softmax_type": "learnable"}),
         ("gpt_oss", {"rope_scaling": "yarn", "yarn_correction_range_round_to_int": False, "rotary_base": 150000.0}),
         ("phimoe", {"moe_router_score_function": "sparsemixer", "moe_sparsemixer_eps": 0.01, "rotary_base": 1e6}),
+        ("phimoe", {"rope_scaling": "longrope", "rotary_growths": (1.243163121016122, 1.3), "short_context": 4096}),
         ("phimoe", {"normalization": "LayerNorm", "attention_bias": True, "mlp_bias": False, "add_output_bias": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -243,7 +262,9 @@ def test_a_part_of_a_head_in_either_spelling_is_changed_as_a_whole(tmp_path: Pat
         ("gpt_oss", {"sliding_window": None}, "sliding_window=null must be a whole number of at least 1"),
         ("phimoe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized other than in fp8"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: SparseMixer chooses two"),
-        ("phimoe", {"rope_scaling": {"type": "longrope"}}, "stretches RoPE, which this family does by LongRoPE with"),
+        ("phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "which this family does by LongRoPE alone"),
+        ("phimoe", {"rope_scaling": LONGROPE | {"long_mscale": None}}, "long_mscale=null must be a number that is not"),
+        ("phimoe", {"rope_scaling": LONGROPE | {"short_mscale": 0}}, "its rope_short_mscale=0.0 must be greater than 0"),
     ],
 )
 def test_what_is_not_there_is_refused(tmp_path: Path, kind: str, config: dict[str, Any], told: str) -> None:

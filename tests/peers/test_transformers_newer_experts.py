@@ -73,6 +73,15 @@ _LLAMA4 = _SIZES | {
     "floor_scale": 4,
     "attn_scale": 0.5,
 }
+
+
+def _longrope(long: list[float], *, original: int) -> dict[str, Any]:
+    """LongRoPE of a PhiMoE, whose scales are not those that follow from its lengths."""
+    lengths = {"original_max_position_embeddings": original, "factor": 64 / original}
+    factors = {"short_factor": [1.0, 1.3], "long_factor": long, "short_mscale": 1.2, "long_mscale": 1.4}
+    return {"rope_type": "longrope", "rope_theta": 50.0, **lengths, **factors}
+
+
 _PHI = _SIZES | {"model_type": "phimoe", "num_local_experts": 4, "router_jitter_noise": 0.3}
 _OSS = _SIZES | {
     "model_type": "gpt_oss",
@@ -85,6 +94,9 @@ _OSS = _SIZES | {
 CONFIGS |= {
     "phi": _PHI,
     "phi, biases, window": _PHI | {"attention_bias": True, "lm_head_bias": True, "sliding_window": 5},
+    # Beyond the original context transformers keeps the short factors; the models' own code takes the long ones.
+    "phi, longrope": _PHI | {"rope_parameters": _longrope([1.5, 4.0], original=48)},
+    "phi, longrope, outgrown": _PHI | {"rope_parameters": _longrope([1.0, 1.3], original=8), "attention_bias": True},
     "phi, few rivals": _PHI | {"router_jitter_noise": 0.01, "num_local_experts": 8},
     "llama4": _LLAMA4,
     "llama4, biases, no norm": _LLAMA4

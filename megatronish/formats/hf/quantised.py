@@ -4,9 +4,9 @@ In fp8, as DeepSeek publishes them, and Qwen and others, a weight [out, in] is f
 fp32 [ceil(out / rows), ceil(in / columns)], has a factor for each block of it: the weight is the product of both.
 
 In 4 bits, as gpt-oss is published (MXFP4 of the OCP's Microscaling Formats 1.0), a stack of matrices [E, in, out] is
-two tensors of bytes: `<name>_blocks` [E, out, in / 32, 16], of which a byte has two numbers (e2m1), the first one in its
-low bits, and `<name>_scales` [E, out, in / 32], whose s is the factor 2^(s - 127) of a block of 32. Every product is a
-bf16.
+two tensors of bytes: `<name>_blocks` [E, out, in / 32, 16], of which a byte has two numbers (e2m1), the first one in
+its low bits, and `<name>_scales` [E, out, in / 32], whose s is the factor 2^(s - 127) of a block of 32. Every product
+is a bf16.
 """
 
 from collections.abc import Callable, Mapping

@@ -23,6 +23,8 @@ KEYS = (
     "rotary_emb_base",
 )
 BASE = 10000.0
+MSCALES = {"short_mscale": "rope_short_mscale", "long_mscale": "rope_long_mscale"}
+"""Keys of LongRoPE's factors of cos and sin in a PhiMoE, and their fields."""
 LONGROPE = {"short_factor": "rope_short_factor", "long_factor": "rope_long_factor"}
 """Keys of LongRoPE's factors, and their fields."""
 
