@@ -264,7 +264,11 @@ def test_a_part_of_a_head_in_either_spelling_is_changed_as_a_whole(tmp_path: Pat
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: SparseMixer chooses two"),
         ("phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "which this family does by LongRoPE alone"),
         ("phimoe", {"rope_scaling": LONGROPE | {"long_mscale": None}}, "long_mscale=null must be a number that is not"),
-        ("phimoe", {"rope_scaling": LONGROPE | {"short_mscale": 0}}, "its rope_short_mscale=0.0 must be greater than 0"),
+        (
+            "phimoe",
+            {"rope_scaling": LONGROPE | {"short_mscale": 0}},
+            "its rope_short_mscale=0.0 must be greater than 0",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused(tmp_path: Path, kind: str, config: dict[str, Any], told: str) -> None:
