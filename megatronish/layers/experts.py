@@ -3,10 +3,13 @@
 Gate and up-projection of expert e are `gate_up[e, 0]` and `gate_up[e, 1]`: with a dim of their own, what a rank holds
 is one rectangle of the global tensor, however it is cut. The rows of all local experts lie sorted by expert, and each
 product over them is one grouped product.
+
+Biases of gate and up-projection are cut as the features. The outputs of ranks of etp are terms of a sum, to which the
+bias of the down-projection belongs: each rank adds the columns that it holds of it to its own term.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,9 @@ from megatronish.layers.product import Product
 from megatronish.layers.recompute import recompute, restoring
 from megatronish.ops.grouped_mm import (
     Groups,
+    add_grouped_bias,
     add_grouped_weight_gradient,
+    grouped_bias_gradient,
     grouped_input_gradient,
     grouped_mm,
     grouped_weight_gradient,
@@ -40,7 +45,7 @@ class GroupedProduct(Product):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[N, in], [E, ..., out, in] -> [N, out]."""
-        assert bias is None, "experts have no biases"
+        assert bias is None, "StackedLinear adds it"
         return grouped_mm(x, _matrices(weight), self.groups)
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
@@ -85,8 +90,29 @@ class DenseGroups:
         return GroupedProduct(groups, shape)
 
 
+class _AddBias(torch.autograd.Function):
+    """[N, out], [E, ...], columns -> [N, out]: the bias of a row's group is added to these columns of it, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, groups: Groups, columns: slice) -> Tensor:
+        ctx.groups, ctx.columns, ctx.shape = groups, columns, bias.shape
+        add_grouped_bias(y[:, columns], bias.flatten(1), groups)
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        dbias = None
+        if ctx.needs_input_grad[1]:
+            dbias = grouped_bias_gradient(grads[0][:, ctx.columns], ctx.groups).view(ctx.shape)
+        return grads[0], dbias, None, None
+
+
 class StackedLinear(LinearLayer):
-    """One weight for each of E / ep experts, [E / ep, ..., out, in], of which etp cuts dim `cut_dim`."""
+    """One weight for each of E / ep experts, [E / ep, ..., out, in], of which etp cuts dim `cut_dim`.
+
+    With `bias` each has one, too, [E / ep, ..., out], of which etp cuts the last dim.
+    """
 
     def __init__(
         self,
@@ -96,6 +122,7 @@ class StackedLinear(LinearLayer):
         cut_dim: int,
         init_std: float,
         sections: tuple[str, ...],
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.shape, self.cut_dim, self.init_std, self.parallel = shape, cut_dim, init_std, parallel
@@ -105,12 +132,21 @@ class StackedLinear(LinearLayer):
         local[0] //= parallel.ep.size
         local[cut_dim] //= parallel.etp.size
         self.weight = nn.Parameter(torch.empty(local))
+        columns = shape[-2] // parallel.etp.size
+        first = 0 if cut_dim == len(shape) - 2 else columns * parallel.etp.rank
+        self.bias_columns = slice(first, first + columns * len(sections))
+        self.bias = nn.Parameter(torch.empty(local[0], *shape[1:-2], columns)) if bias else None
 
     def shardings(self) -> dict[str, Sharding]:
         """Cut over ep by expert and over etp by feature; the gradient is summed over the experts' own data ranks."""
         cuts = (Cut(0, "ep"), Cut(self.cut_dim, "etp"))
         weight = Sharding(self.shape, cuts, domain=DOMAIN, init=Init(self.init_std))
-        return {"weight": self.grouped.stored(weight)}
+        shardings = {"weight": self.grouped.stored(weight)}
+        if self.bias is not None:
+            shape = self.shape[:-1]
+            cuts = (Cut(0, "ep"), Cut(len(shape) - 1, "etp"))
+            shardings["bias"] = Sharding(shape, cuts, domain=DOMAIN, role="vector")
+        return shardings
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
         """[N, in] -> [N, out], each row with the weight of its group."""
@@ -120,6 +156,8 @@ class StackedLinear(LinearLayer):
         product = self.grouped.of(groups, self.weight.shape)
         queue, sum_of = self.weight_gradients, self.sum_of
         y = linear(rows, self.weight, None, product=product, tp=ALONE, weight_gradients=queue, sum_of=sum_of)
+        if self.bias is not None:
+            y = _AddBias.apply(y, self.bias, groups, self.bias_columns)
         return y if adapter is None else adapter(rows, y, groups)
 
 
@@ -140,14 +178,20 @@ class Experts(nn.Module):
         parallel: ExpertParallel,
         init_std: float,
         output_std: float,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         assert num_experts % parallel.ep.size == 0 and ffn_size % parallel.etp.size == 0
+        assert not bias or hidden_size % parallel.etp.size == 0
         self.activate, self.parallel = activate, parallel
         shape = (num_experts, len(sections), ffn_size, hidden_size)
-        self.gate_up = StackedLinear(shape, parallel=parallel, cut_dim=2, init_std=init_std, sections=sections)
+        self.gate_up = StackedLinear(
+            shape, parallel=parallel, cut_dim=2, init_std=init_std, sections=sections, bias=bias
+        )
         down = (num_experts, hidden_size, ffn_size)
-        self.down = StackedLinear(down, parallel=parallel, cut_dim=2, init_std=output_std, sections=("down",))
+        self.down = StackedLinear(
+            down, parallel=parallel, cut_dim=2, init_std=output_std, sections=("down",), bias=bias
+        )
 
     def forward(self, x: Tensor, weights: Tensor | None, route: TokenRoute, *, restores: bool = False) -> Tensor:
         """[T, D], [T, K] -> [T, D]: this rank's tokens through the experts that they chose.

@@ -152,7 +152,7 @@ class QuantisedGroupedProduct(Product):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[N, in], stored form [E, ..., out, bytes] -> [N, out]."""
-        assert bias is None, "experts have no biases"
+        assert bias is None, "StackedLinear adds it"
         y = x.new_empty(x.shape[0], math.prod(weight.shape[1:-1]))
         for e, rows in self.groups.slices():
             torch.mm(x[rows], self._matrix(weight, e, x.dtype).t(), out=y[rows])

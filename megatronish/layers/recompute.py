@@ -4,7 +4,8 @@ Random masks are functions of their names (streams.py), so the second forward dr
 a generator is saved. The saved inputs may be cut over the ranks of tp, which all hold the same (ZeRO-R's activation
 partitioning, Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1), and may be offloaded to the CPU's memory.
 
-`recompute` computes a part of a model again with its graph. `restoring` computes tensors alone, which a cheap part has
+`recompute` computes a part of a model again with its graph, `recompute_rows` one that takes each row by itself, a few
+rows at a time. `restoring` computes tensors alone, which a cheap part has
 made and a later layer would keep as its input.
 """
 
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatronish.config.sections.training import CORE, RecomputeModule
 from megatronish.parallel import comm
@@ -73,6 +75,54 @@ def recompute_module(module: nn.Module, x: Tensor, *context: Any) -> Tensor:
     """module(x, *context), of which only x is saved for the backward."""
     learns = any(parameter.requires_grad for parameter in module.parameters())
     return recompute(lambda x: module(x, *context), x, learns=learns)
+
+
+PIECE = 1 << 20
+"""Elements of the rows that are computed again at once."""
+
+
+def recompute_rows(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """run(x), [..., in] -> [..., out], of which only x is saved: a function of each row by itself, without parameters.
+
+    What it makes on its way is small in the forward, too, as it sees a few rows at a time.
+    """
+    return run(x) if torch.compiler.is_compiling() else _RecomputeRows.apply(run, x)
+
+
+class _RecomputeRows(torch.autograd.Function):
+    """Forward of pieces of rows without a graph, and a backward that makes the graph of each and goes through it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        first, *others = pieces = _pieces(x)
+        y = run(first)
+        if others:
+            whole = y.new_empty(x.numel() // x.shape[-1], y.shape[-1])
+            for piece, rows in zip(pieces, whole.split(len(first)), strict=True):
+                rows.copy_(y if piece is first else run(piece))
+            y = whole
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        pieces, dy = _pieces(x), grads[0].flatten(0, -2)
+        size = len(pieces[0])
+        for piece, of_output, into in zip(pieces, dy.split(size), dx.view(-1, x.shape[-1]).split(size), strict=True):
+            own = piece.detach().requires_grad_()
+            with torch.enable_grad():
+                y = ctx.run(own)
+            into.copy_(torch.autograd.grad(y, own, of_output)[0])
+        return None, dx
+
+
+def _pieces(x: Tensor) -> Sequence[Tensor]:
+    """[..., in] -> rows [n, in], a few in each piece; the last may have fewer."""
+    return x.flatten(0, -2).split(max(1, PIECE // x.shape[-1]))
 
 
 class _Recompute(torch.autograd.Function):

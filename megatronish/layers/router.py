@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish.parallel.sharding import Init, Sharding
@@ -53,6 +54,8 @@ class RouterSettings(NamedTuple):
     scaling_factor: float = 1.0
     has_bias: bool = False
     """A bias that the choices of each step move towards balance."""
+    logit_bias: bool = False
+    """A bias of the logits, which learns as any other (gpt-oss)."""
     bias_rate: float = 1e-3
     rival_epsilon: float = 0.01
     """Of sparsemixer: rivals of an expert are at most twice this below it, relative to the larger logit."""
@@ -86,7 +89,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Router of one layer: a matrix [E, D] whose product with each token scores the experts.
+    """Router of one layer: a matrix [E, D], perhaps with a bias, whose product with each token scores the experts.
 
     Each tp rank routes tokens of its own, so the gradient is partial over tp (`partial_over`). `state` are fp32 tensors
     [E] that no gradient changes and every checkpoint holds: "bias", which is added for the choice alone, and "load",
@@ -97,14 +100,18 @@ class Router(nn.Module):
         super().__init__()
         self.settings, self.hidden_size, self.init_std = settings, hidden_size, init_std
         self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
+        self.logit_bias = nn.Parameter(torch.empty(settings.num_experts)) if settings.logit_bias else None
         names = [*(["bias"] if settings.has_bias else []), *(["load"] if settings.counts_before else [])]
         with torch.device("cpu"):  # a model may be built on another device, "meta" included
             self.state = {name: torch.zeros(settings.num_experts) for name in names}
 
     def shardings(self) -> dict[str, Sharding]:
         """Whole on every rank; each rank of tp sees a part of the tokens."""
-        shape = (self.settings.num_experts, self.hidden_size)
-        return {"weight": Sharding(shape, partial_over=frozenset({"tp"}), role="router", init=Init(self.init_std))}
+        shape, over = (self.settings.num_experts, self.hidden_size), frozenset({"tp"})
+        shardings = {"weight": Sharding(shape, partial_over=over, role="router", init=Init(self.init_std))}
+        if self.logit_bias is not None:
+            shardings["logit_bias"] = Sharding(shape[:1], partial_over=over)
+        return shardings
 
     def forward(self, x: Tensor, chosen: Tensor | None = None) -> Routing:
         """[T, D] -> the routing of T tokens; `chosen` [T, K] replays the choices of an earlier forward."""
@@ -130,7 +137,8 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, E], in fp32."""
-        return x.float() @ self.weight.float().t()
+        bias = None if self.logit_bias is None else self.logit_bias.float()
+        return F.linear(x.float(), self.weight.float(), bias)
 
     def scores(self, logits: Tensor) -> Tensor:
         """[T, E] -> [T, E]: scores of the experts; those of the softmax sum to 1 for each token."""

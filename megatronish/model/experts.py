@@ -65,6 +65,7 @@ def router_settings(config: ModelConfig, spec: ExpertsSpec) -> RouterSettings:
         scores_per_group=config.scores_per_group,
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
         has_bias=config.moe_router_enable_expert_bias,
+        logit_bias=spec.expert.bias,
         rival_epsilon=config.moe_sparsemixer_eps,
         bias_rate=config.moe_router_bias_update_rate,
         counts_before="global_aux_loss" in config.moe_router_load_balancing_type,
@@ -91,6 +92,7 @@ class MixtureOfExperts(HasParts):
             parallel=tp.experts,
             init_std=std,
             output_std=output_std,
+            bias=spec.expert.bias,
         )
         self.shared = None if spec.shared is None else MLP(config, spec.shared, tp=tp, output_std=output_std)
         self.shared_gate = SharedGate(config.hidden_size, tp=tp, init_std=std) if spec.shared_gate else None

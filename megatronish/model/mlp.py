@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatronish.layers.recompute import recompute
+from megatronish.layers.recompute import recompute_rows
 from megatronish.model.context import Context
 from megatronish.ops.activation import bias_gelu, bias_swiglu, is_fused
 from megatronish.ops.library import accumulation_dtype
@@ -63,8 +63,8 @@ def activated(x: Tensor, bias: Tensor | None, spec: MLPSpec) -> Tensor:
             return bias_swiglu(x, bias)
         case "swiglu" | "geglu" | "quick_geglu":
             assert bias is None, "fc1 has added its bias"
-            # Only x is kept: autograd would keep four more tensors of its half.
-            return recompute(partial(gated, spec=spec), x)
+            # Only x is kept: autograd would keep four more tensors of its half, and in fp32.
+            return recompute_rows(partial(gated, spec=spec), x)
         case "relu":
             return F.relu(x)
         case "squared_relu":

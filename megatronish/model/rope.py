@@ -44,7 +44,7 @@ class RotaryEmbedding:
     def __init__(self, config: ModelConfig) -> None:
         # A model may be built on another device, "meta" included: what is computed here are values.
         with CPU:
-            frequencies, self._factor = _frequencies(config)
+            frequencies, self._growths = _frequencies(config), config.rotary_growths
         self._short_context = config.short_context
         self._frequencies = {CPU: frequencies}
         self._windowed: RotaryEmbedding | None = None
@@ -65,15 +65,19 @@ class RotaryEmbedding:
         return Rotations(everywhere, self._windowed._rotation(position_ids, length))
 
     def _rotation(self, position_ids: Tensor, length: int | Tensor) -> Rotation:
-        frequencies = self._on(position_ids.device)
+        frequencies, (in_short, in_long) = self._on(position_ids.device), self._growths
+        growth: float | Tensor = in_short
         if self._short_context is not None:
             short, long = frequencies.chunk(2)
             if isinstance(length, int):
-                frequencies = long if length > self._short_context else short
+                is_long = length > self._short_context
+                frequencies, growth = (long, in_long) if is_long else (short, in_short)
             else:
-                frequencies = torch.where((length > self._short_context)[:, None, None], long, short)  # [B, 1, pairs]
+                outgrown = (length > self._short_context)[:, None, None]
+                frequencies = torch.where(outgrown, long, short)  # [B, 1, pairs]
+                growth = torch.where(outgrown, in_long, in_short)  # [B, 1, 1]
         angles = position_ids.t()[..., None, None].float() * frequencies
-        return Rotation(angles.cos() * self._factor, angles.sin() * self._factor)
+        return Rotation(angles.cos() * growth, angles.sin() * growth)
 
     def _on(self, device: torch.device) -> Tensor:
         """[pairs], of LongRoPE [2 pairs], on this device.
@@ -103,26 +107,25 @@ def rotate(x: Tensor, rotation: Rotation, *, interleaved: bool) -> Tensor:
     return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
 
 
-def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Radians a position [pairs], and the factor by which YaRN and LongRoPE scale cos and sin (a temperature).
+def _frequencies(config: ModelConfig) -> Tensor:
+    """Radians a position [pairs].
 
     Of LongRoPE [2 pairs], those in short texts before those in long ones (Ding et al. 2024, arXiv:2402.13753).
     """
     size = config.rotary_size // 2 * 2
     frequencies = 1.0 / config.rotary_base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    scale = config.rope_scaling_factor
     match config.rope_scaling:
         case "none":
-            return frequencies, 1.0
+            return frequencies
         case "linear":
-            return frequencies / scale, 1.0
+            return frequencies / config.rope_scaling_factor
         case "llama3":
-            return _llama3(frequencies, config), 1.0
+            return _llama3(frequencies, config)
         case "yarn":
-            return _yarn(frequencies, config, size), config.rotary_growth
+            return _yarn(frequencies, config, size)
         case "longrope":
             factors = [torch.tensor(each) for each in (config.rope_short_factor, config.rope_long_factor)]
-            return torch.cat([frequencies / each for each in factors]), config.rotary_growth
+            return torch.cat([frequencies / each for each in factors])
 
 
 def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
@@ -146,7 +149,9 @@ def _yarn(frequencies: Tensor, config: ModelConfig, size: int) -> Tensor:
 
     # Pairs up to `low` make at least beta_fast turns: the model has seen every angle of them, so they are kept. Pairs
     # from `high` on make at most beta_slow turns: a longer context would bring unseen angles, so they are stretched.
-    low = max(math.floor(pair_with_turns(config.rope_beta_fast)), 0)
-    high = min(math.ceil(pair_with_turns(config.rope_beta_slow)), size - 1)
+    low, high = pair_with_turns(config.rope_beta_fast), pair_with_turns(config.rope_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     stretched = ((torch.arange(size // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
     return frequencies / config.rope_scaling_factor * stretched + frequencies * (1 - stretched)

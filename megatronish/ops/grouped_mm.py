@@ -6,7 +6,7 @@
 
 `torch.nn.functional.grouped_mm` computes each in one call where it can: it takes neither fp64 nor strides that are no
 multiple of 16 bytes, and on CUDA its fast path is bf16 on SM 80 and later. Elsewhere a loop over the groups that have
-rows computes the same. A group without rows has a zero weight gradient.
+rows computes the same. A group without rows has a zero weight gradient. Groups may have a bias, too, [E, out].
 """
 
 from itertools import accumulate
@@ -71,6 +71,20 @@ def add_grouped_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, groups: Gr
         return
     for e, rows in groups.slices():
         total[e].addmm_(dy[rows].t(), x[rows])
+
+
+def add_grouped_bias(y: Tensor, bias: Tensor, groups: Groups) -> None:
+    """Add to each row of y [N, out], in place, the bias of its group, [E, out]."""
+    for e, rows in groups.slices():
+        y[rows] += bias[e]
+
+
+def grouped_bias_gradient(dy: Tensor, groups: Groups) -> Tensor:
+    """[N, out] -> [E, out], the sum of the rows of each group."""
+    dbias = dy.new_zeros(len(groups.sizes), dy.shape[1])
+    for e, rows in groups.slices():
+        torch.sum(dy[rows], 0, out=dbias[e])
+    return dbias
 
 
 def _fits(rows: Tensor, other: Tensor) -> bool:

@@ -69,6 +69,7 @@ class LinearShape:
     used: int = 1
     name: str = ""
     sections: tuple[tuple[str, int], ...] = ()
+    bias_name: str = "bias"
     splits_tokens: bool = False
     """Ranks of tp see different tokens, with sequence parallelism or without."""
     share: Fraction | int = 1
@@ -88,8 +89,13 @@ class LinearShape:
 
     @property
     def parameters(self) -> Count:
-        """Weight and bias. The bias of a row-parallel layer is added after the reduction, so every rank holds it."""
+        """Weight and bias. The bias of a row-parallel layer is added after the reduction, so every rank holds it.
+
+        Those of experts are cut as their weights, by expert and by feature.
+        """
         bias = self.copies * self.out_features if self.bias else 0
+        if self.copies > 1:
+            return self.matrices + Count(experts=bias)
         return self.matrices + (Count(split=bias) if self.cut == "column" else Count(whole=bias))
 
     @property

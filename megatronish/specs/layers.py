@@ -128,8 +128,8 @@ class MLPSpec:
 class ExpertsSpec:
     """Mixture of experts in the place of an MLP: E experts, of which a token passes K, and shared ones.
 
-    Each expert is an MLP without biases. `shared` are experts that every token passes, as one MLP; with `shared_gate`
-    their output has a gate.
+    Each expert is an MLP; with biases the router has one, too. `shared` are experts that every token passes, as one
+    MLP; with `shared_gate` their output has a gate.
     """
 
     kind: ClassVar[Literal["experts"]] = "experts"
@@ -148,14 +148,17 @@ class ExpertsSpec:
         """
         hidden, used, size = model.hidden_size, self.num_chosen, self.expert.ffn_size
         copies, features = self.num_experts, self.expert.features
-        gate_up, down = tuple(self.expert.sections.items()), (("down", hidden),)
+        gate_up, down, bias = tuple(self.expert.sections.items()), (("down", hidden),), self.expert.bias
         cost = LayerCost(
             linears=(
-                LinearShape(hidden, self.num_experts, "none", name="mlp.router", splits_tokens=True),
                 LinearShape(
-                    hidden, features, "column", copies=copies, used=used, name="mlp.experts.gate_up", sections=gate_up
+                    *(hidden, self.num_experts, "none", bias),
+                    name="mlp.router",
+                    bias_name="logit_bias",
+                    splits_tokens=True,
                 ),
-                LinearShape(size, hidden, "row", copies=copies, used=used, name="mlp.experts.down", sections=down),
+                LinearShape(hidden, features, "column", bias, copies, used, "mlp.experts.gate_up", gate_up),
+                LinearShape(size, hidden, "row", bias, copies, used, "mlp.experts.down", down),
             ),
             kept=Count(split=used * (features + self.expert.activated_gate), experts=used * hidden),
         )
@@ -381,7 +384,7 @@ def _experts(model: ModelConfig) -> ExpertsSpec:
     return ExpertsSpec(
         model.num_experts,
         model.moe_router_topk,
-        MLPSpec.of(model, model.expert_ffn_size, bias=False),
+        MLPSpec.of(model, model.expert_ffn_size, bias=model.moe_add_bias_linear),
         shared=None if shared is None else MLPSpec.of(model, shared, bias=False),
         shared_gate=model.moe_shared_expert_gate,
         weighs_input=model.moe_apply_probs_on_input,

@@ -38,6 +38,7 @@ OTHERS: list[dict[str, Any]] = [
     {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_scores_per_group": 1},
     {"position_embedding_type": "rope", "qk_l2_norm": True, "attn_temperature_scale": 0.1},
     {"num_experts": 8, "moe_apply_probs_on_input": True},
+    {"num_experts": 8, "moe_add_bias_linear": True},
     {"num_experts": 8, "moe_router_score_function": "sparsemixer", "moe_router_num_groups": 4},
     {"num_experts": 8, "zero_stage": 3, "data_parallel_size": 8, "zero_hpz_partition_size": 2},
     {"zero_stage": 3, "data_parallel_size": 8, "zero_hpz_partition_size": 3},

@@ -52,6 +52,21 @@ OLMOE_1B_7B = ModelConfig(
     moe_router_topk=8,
     **LLAMA_LIKE,
 )
+GPT_OSS_20B = ModelConfig(
+    num_layers=24,
+    hidden_size=2880,
+    num_attention_heads=64,
+    num_query_groups=8,
+    kv_channels=64,
+    ffn_hidden_size=2880,
+    num_experts=32,
+    moe_router_topk=4,
+    moe_add_bias_linear=True,
+    add_attention_bias=True,
+    softmax_type="learnable",
+    **LLAMA_LIKE | {"swiglu": False, "quick_geglu": True},
+)
+GPT_OSS_120B = replace(GPT_OSS_20B, num_layers=36, num_experts=128)
 QWEN = ["--config", "qwen3-30b-a3b", "--mock-data", "--vocab-size", "151936"]
 
 
@@ -70,6 +85,15 @@ def test_published_models_have_their_published_parameters(
     sizes = {"vocab_size": vocab_size, "seq_length": 4096}
     assert num_parameters(model, **sizes) / 1e9 == pytest.approx(total, abs=0.05)
     assert num_active_parameters(model, **sizes) / 1e9 == pytest.approx(active, abs=0.05)
+
+
+@pytest.mark.parametrize(("model", "total", "active"), [(GPT_OSS_20B, 20.91, 3.61), (GPT_OSS_120B, 116.83, 5.13)])
+def test_gpt_oss_has_its_published_parameters(model: ModelConfig, total: float, active: float) -> None:
+    """Those that a token passes are counted there without the table of words, in which it is looked up."""
+    sizes = {"vocab_size": 201_088, "seq_length": 4096}
+    assert num_parameters(model, **sizes) / 1e9 == pytest.approx(total, abs=0.005)
+    passed = num_active_parameters(model, **sizes) - 201_088 * model.hidden_size
+    assert passed / 1e9 == pytest.approx(active, abs=0.005)
 
 
 def test_flops_are_those_of_active_parameters() -> None:
@@ -94,7 +118,7 @@ SMALL = ModelConfig(
 S, B = 96, 2
 
 
-def bytes_kept(place: Place, etp: int, sequence: bool) -> float:
+def bytes_kept(place: Place, etp: int, sequence: bool, layer: ModelConfig) -> float:
     """Bytes a token that one layer keeps for the backward on this rank."""
     tp = place.world_size
     experts = ExpertLayout(tp // etp, etp)
@@ -104,7 +128,7 @@ def bytes_kept(place: Place, etp: int, sequence: bool) -> float:
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous(), mask, places, torch.arange(B))
 
     def kept(num_layers: int) -> int:
-        model = replace(SMALL, num_layers=num_layers)
+        model = replace(layer, num_layers=num_layers)
         gpt = GPT(model, vocab_size=50, num_positions=S, tp=TensorParallel(mesh.tp, sequence, mesh.experts))
         initialize(gpt, collect_shardings(gpt), seed=1, domains=mesh.domains)
         with saved_by(gpt) as seen:
@@ -117,19 +141,24 @@ def bytes_kept(place: Place, etp: int, sequence: bool) -> float:
 
 
 @pytest.mark.parametrize(
-    ("tp", "etp", "sequence"), [(1, 1, False), (2, 2, False), (2, 1, False), (2, 2, True), (2, 1, True)]
+    ("tp", "etp", "sequence", "bias"),
+    [
+        *((1, 1, False, False), (2, 2, False, False), (2, 1, False, False), (2, 2, True, False), (2, 1, True, False)),
+        *((1, 1, False, True), (2, 2, True, True)),
+    ],
 )
-def test_ranks_keep_as_many_bytes_of_experts_as_is_computed(tp: int, etp: int, sequence: bool) -> None:
+def test_ranks_keep_as_many_bytes_of_experts_as_is_computed(tp: int, etp: int, sequence: bool, bias: bool) -> None:
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence,
         expert_model_parallel_size=tp // etp,
         expert_tensor_parallel_size=etp,
     )
-    config = Config(SMALL, parallel, training=TrainingConfig(seq_length=S, micro_batch_size=B))
+    model = replace(SMALL, moe_add_bias_linear=bias)
+    config = Config(model, parallel, training=TrainingConfig(seq_length=S, micro_batch_size=B))
     (kind,) = set(layer_kinds(config.model, config.adapter))
     expected = LayerMemory(config, 50, "cpu").kept(kind) / (S * B)
-    ranks = run_ranks(tp, bytes_kept, etp, sequence)
+    ranks = run_ranks(tp, bytes_kept, etp, sequence, model)
     # Ranks that hold different experts receive more or fewer rows, but together they have all.
     assert sum(ranks) / tp == pytest.approx(expected, rel=0.05)
 

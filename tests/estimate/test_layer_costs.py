@@ -293,7 +293,8 @@ def test_a_row_counts_what_deferred_weight_gradients_keep(tp: int, sequence: boo
         assert 4 * elements * S == memory.deferred(layer_kinds(config.model, config.adapter)[0])
 
 
-def test_the_row_of_experts_is_what_their_module_has() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_row_of_experts_is_what_their_module_has(bias: bool) -> None:
     model = ModelConfig(
         num_layers=2,
         hidden_size=48,
@@ -305,6 +306,7 @@ def test_the_row_of_experts_is_what_their_module_has() -> None:
         moe_shared_expert_intermediate_size=36,
         moe_shared_expert_gate=True,
         moe_layer_freq="[0,1]",
+        moe_add_bias_linear=bias,
     )
     gpt = GPT(model, vocab_size=64, num_positions=16)
     for number, spec in enumerate(layer_specs(model)):
@@ -312,9 +314,10 @@ def test_the_row_of_experts_is_what_their_module_has() -> None:
         assert spec.cost(model).parameters.total == held
     dense, experts = (spec.cost(model) for spec in layer_specs(model))
     assert dense.parameters.experts == 0
-    assert experts.parameters.experts == 8 * 3 * 20 * 48
+    one = 3 * 20 * 48 + bias * (2 * 20 + 48)
+    assert experts.parameters.experts == 8 * one
     # A token passes three of eight.
-    assert experts.parameters.total - experts.active_parameters == 5 * 3 * 20 * 48
+    assert experts.parameters.total - experts.active_parameters == 5 * one
 
 
 DEEPSEEK = ModelConfig(

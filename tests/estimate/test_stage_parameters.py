@@ -29,6 +29,8 @@ CASES = {
     "norm over all heads": f"--tp 2 {LLAMA} --qk-layernorm --qk-layernorm-across-heads --softmax-type learnable",
     "xielu": "--tp 2 --sequence-parallel --xielu",
     "experts": f"--tp 2 --dp 2 --ep 2 --etp 2 {LLAMA} {EXPERTS} --moe-shared-expert-gate",
+    "experts with biases": f"--tp 2 --dp 2 --ep 2 --etp 2 {LLAMA} {EXPERTS} --moe-add-bias-linear",
+    "lora over biases": f"--dp 2 --tp 2 --ep 2 --etp 2 {LLAMA} {EXPERTS} --moe-add-bias-linear {LORA}",
     "lora": f"--tp 2 --sequence-parallel {LLAMA} {LORA}",
     "lora of some sections": f"--tp 2 {LORA} --adapter-targets q v down",
     "lora of experts": f"--dp 2 --tp 2 --ep 2 --etp 2 --disable-bias-linear {LLAMA} {EXPERTS} {LORA}",

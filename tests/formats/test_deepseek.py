@@ -83,7 +83,7 @@ def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("deepseek_v3", {"head_size": 192, "rotary_growth": 1.0, "moe_router_topk_scaling_factor": 2.5}),
+        ("deepseek_v3", {"head_size": 192, "rotary_growths": (1.0, 1.0), "moe_router_topk_scaling_factor": 2.5}),
         ("deepseek_v3", {"scores_per_group": 2, "moe_router_num_groups": 8, "moe_router_group_topk": 4}),
         ("deepseek_v3", {"expert_layers": (False,) * 3 + (True,) * 58, "rotary_interleaved": True}),
         ("deepseek_v3", {"latent_epsilon": 1e-6, "rope_mscale_all_dim": 1.0, "rope_scaling_factor": 40.0}),

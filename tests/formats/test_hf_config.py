@@ -405,7 +405,7 @@ def test_a_window_in_every_layer_or_in_some_is_understood(tmp_path: Path, key: s
         (LLAMA_2_7B | {"quantization_config": {}}, "take the unquantized model"),
         (LLAMA_2_7B | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "in the way of 'dynamic'; none, linear"),
         (LLAMA_2_7B | {"rope_scaling": {"rope_type": "linear"}}, "factor, which is absent, must be a number"),
-        (LLAMA_2_7B | {"rope_scaling": YARN | {"truncate": False}}, "leaves yarn's range untruncated"),
+        (LLAMA_2_7B | {"rope_scaling": YARN | {"truncate": 0}}, "truncate=0 must be true or false"),
         (LLAMA_2_7B | {"rope_scaling": YARN | {"attention_factor": 1.0}}, "multiplies attention by 1, and yarn"),
         (LLAMA_2_7B | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}, "multiplies attention by"),
         (LLAMA_2_7B | {"rope_parameters": {"full_attention": {}}}, "gives some layers another RoPE"),

@@ -446,5 +446,6 @@ def test_all_options_of_experts_have_a_place() -> None:
         "moe_router_force_load_balancing",
         "moe_sparsemixer_eps",
         "moe_apply_probs_on_input",
+        "moe_add_bias_linear",
     }
     assert {field.name for field in fields(ExpertOptions)} == {*SAME_OF_EXPERTS, *others}

@@ -26,7 +26,16 @@ from megatronish.formats.weights import LazyTensor, from_ours
 from megatronish.formats.weights import to_ours as rename
 from megatronish.specs.adapter_targets import adapted_sections
 
-FAMILIES = ("glm4_moe", "minimax_m2", "granitemoe", "granitemoeshared", "phimoe", "llama4_text")
+LONGROPE = {
+    "long_factor": [2.0, 4.0, 8.0],
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 8,
+    "short_factor": [1.0, 1.1, 1.2],
+    "short_mscale": 1.243163121016122,
+    "type": "longrope",
+}
+"""Of a tiny PhiMoE."""
+FAMILIES = ("glm4_moe", "minimax_m2", "granitemoe", "granitemoeshared", "phimoe", "llama4_text", "gpt_oss")
 PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "attention_bias": True,
@@ -87,7 +96,49 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.001,
         "for_llm_compressor": False,
     },
-    "phimoe": {"attention_bias": True, "lm_head_bias": True, "input_jitter_noise": 0.01, "sliding_window": 131072},
+    "gpt_oss": {
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "phimoe": {
+        "attention_bias": True,
+        "hidden_size": 4096,
+        "input_jitter_noise": 0.01,
+        "lm_head_bias": True,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": LONGROPE
+        | {"long_factor": [8.0] * 64, "short_factor": [1.05] * 64, "original_max_position_embeddings": 4096},
+        "sliding_window": 131072,
+    },
 }
 """Keys of the published models in which they differ from the defaults, or which change nothing here."""
 
@@ -119,7 +170,12 @@ def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
         ("llama4_text", {"windowed_layers": (True, True, True, False) * 12, "attention_block_size": 8192}),
         ("llama4_text", {"attn_temperature_scale": 0.1, "attn_temperature_floor": 8192, "qk_l2_norm": False}),
         ("llama4_text", {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "rotary_base": 5e5}),
+        ("gpt_oss", {"moe_add_bias_linear": True, "moe_router_topk": 4, "num_experts": 32, "attention_bias": True}),
+        ("gpt_oss", {"activation": "quick_geglu", "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}),
+        ("gpt_oss", {"windowed_layers": (True, False) * 12, "window_size": 128, "softmax_type": "learnable"}),
+        ("gpt_oss", {"rope_scaling": "yarn", "yarn_correction_range_round_to_int": False, "rotary_base": 150000.0}),
         ("phimoe", {"moe_router_score_function": "sparsemixer", "moe_sparsemixer_eps": 0.01, "rotary_base": 1e6}),
+        ("phimoe", {"rope_scaling": "longrope", "rotary_growths": (1.243163121016122, 1.3), "short_context": 4096}),
         ("phimoe", {"normalization": "LayerNorm", "attention_bias": True, "mlp_bias": False, "add_output_bias": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -190,8 +246,29 @@ def test_a_part_of_a_head_in_either_spelling_is_changed_as_a_whole(tmp_path: Pat
             "attention_chunk_size=null must be a whole number of at least 1",
         ),
         ("llama4_text", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] must be a list of 0 and 1 for the 2 layers"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported: gates are multiplied by 1.702"),
+        ("gpt_oss", {"swiglu_limit": 0}, "its activation_func_clamp_value=0.0 must be greater than 0"),
+        ("gpt_oss", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported; silu is'),
+        (
+            "gpt_oss",
+            {"experts_per_token": 3},
+            "experts_per_token=3 contradicts num_experts_per_tok=2; correct that line",
+        ),
+        (
+            "gpt_oss",
+            {"initial_context_length": 64},
+            "initial_context_length=64 contradicts original_max_position_embed",
+        ),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window=null must be a whole number of at least 1"),
+        ("phimoe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized other than in fp8"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: SparseMixer chooses two"),
-        ("phimoe", {"rope_scaling": {"type": "longrope"}}, "stretches RoPE, which this family does by LongRoPE with"),
+        ("phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "which this family does by LongRoPE alone"),
+        ("phimoe", {"rope_scaling": LONGROPE | {"long_mscale": None}}, "long_mscale=null must be a number that is not"),
+        (
+            "phimoe",
+            {"rope_scaling": LONGROPE | {"short_mscale": 0}},
+            "its rope_short_mscale=0.0 must be greater than 0",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused(tmp_path: Path, kind: str, config: dict[str, Any], told: str) -> None:
@@ -216,6 +293,10 @@ def test_what_is_not_there_is_refused(tmp_path: Path, kind: str, config: dict[st
             {"window_attn_skip_freq": None, "attention_block_size": 7, "clip_qkv": 1.0},
             "not clip_qkv=1.0",
         ),
+        ("gpt_oss", {"moe_add_bias_linear": False}, "gpt_oss not moe_add_bias_linear=False"),
+        ("gpt_oss", {"softmax_type": "vanilla"}, "gpt_oss not softmax_type=vanilla"),
+        ("gpt_oss", {"glu_linear_offset": 0.0}, "gpt_oss not glu_linear_offset=0.0"),
+        ("gpt_oss", {"activation_func_clamp_value": None}, "gpt_oss not no activation_func_clamp_value"),
         ("phimoe", {"moe_router_score_function": "softmax"}, "phimoe not moe_router_score_function=softmax"),
         ("phimoe", {"moe_router_topk": 1}, "phimoe not config.json: num_experts_per_tok=1 is not supported"),
         ("granitemoeshared", {"moe_shared_expert_gate": True}, "granitemoeshared not moe_shared_expert_gate=True"),

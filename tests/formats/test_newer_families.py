@@ -129,7 +129,7 @@ def test_the_longrope_of_phi_3_is_read_and_written(tmp_path: Path, name: str) ->
     model = model_of(tmp_path, origin)
     assert (model.rope_scaling, model.short_context, model.rope_scaling_factor) == ("longrope", 4096, 32.0)
     assert model.rope_long_factor == (1.5, 4.0) * 24
-    assert model.rotary_growth == pytest.approx((1 + 5 / 12) ** 0.5)
+    assert model.rotary_growths[0] == pytest.approx((1 + 5 / 12) ** 0.5)
     assert hf_config_of(model, vocab_size=32064, seq_length=131072, origin=origin) == origin
     again = hf_config_of(model, vocab_size=32064, seq_length=131072)
     assert {key: again[key] for key in (*lengths, "rope_scaling")} == {**lengths, "rope_scaling": LONGROPE}

@@ -21,18 +21,27 @@ E, K, D, F_SIZE, T = 8, 3, 12, 20, 30
 
 def weights() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Router [E, D], gate and up [E, 2, F, D], down [E, D, F], tokens [8 T, D]."""
-    made = torch.Generator().manual_seed(3)
-    sizes = ((E, D), (E, 2, F_SIZE, D), (E, D, F_SIZE), (8 * T, D))
-    return tuple(torch.randn(size, generator=made, dtype=torch.float64) for size in sizes)  # type: ignore[return-value]
+    return drawn((E, D), (E, 2, F_SIZE, D), (E, D, F_SIZE), (8 * T, D), seed=3)  # type: ignore[return-value]
+
+
+def biases() -> tuple[Tensor, Tensor]:
+    """Of gate and up [E, 2, F], and of down [E, D]."""
+    return drawn((E, 2, F_SIZE), (E, D), seed=4)  # type: ignore[return-value]
+
+
+def drawn(*sizes: tuple[int, ...], seed: int) -> tuple[Tensor, ...]:
+    made = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(size, generator=made, dtype=torch.float64) for size in sizes)
 
 
 class Seen(NamedTuple):
-    """Output of this rank's tokens, their gradient, and the summed gradient of this rank's part of each weight."""
+    """Output of this rank's tokens, their gradient, and the summed gradient of this rank's part of each parameter."""
 
     y: Tensor
     dx: Tensor
     dgate_up: Tensor
     ddown: Tensor
+    dbiases: list[Tensor]
     place: tuple[int, int]
 
 
@@ -42,9 +51,13 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def by_token(x: Tensor, settings: RouterSettings) -> tuple[Tensor, list[Tensor]]:
-    """The same, token by token and expert by expert, with autograd's gradients of router, gate_up, down and x."""
+def by_token(x: Tensor, settings: RouterSettings, *, bias: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """The same, token by token and expert by expert.
+
+    With autograd's gradients of router, gate_up, down, x, and of the biases.
+    """
     router, gate_up, down, _ = (each.clone().requires_grad_() for each in weights())
+    of_features, of_output = ((each * bias).requires_grad_() for each in biases())
     x = x.clone().requires_grad_()
     outputs = []
     for token in x:
@@ -58,14 +71,15 @@ def by_token(x: Tensor, settings: RouterSettings) -> tuple[Tensor, list[Tensor]]
             weight = logits[chosen].softmax(-1)
         y = torch.zeros(D, dtype=x.dtype)
         for w, e in zip(weight, chosen, strict=True):
-            y = y + w * (down[e] @ (F.silu(gate_up[e, 0] @ token) * (gate_up[e, 1] @ token)))
+            gate, up = gate_up[e] @ token + of_features[e]
+            y = y + w * (down[e] @ (F.silu(gate) * up) + of_output[e])
         outputs.append(y)
     whole = torch.stack(outputs)
     whole.square().sum().backward()
-    return whole.detach(), [each.grad for each in (router, gate_up, down, x)]  # type: ignore[misc]
+    return whole.detach(), [each.grad for each in (router, gate_up, down, x, of_features, of_output)]  # type: ignore[misc]
 
 
-def on_a_rank(place: Place, ep: int, etp: int, before_choice: bool, num_tokens: list[int]) -> Seen:
+def on_a_rank(place: Place, ep: int, etp: int, before_choice: bool, num_tokens: list[int], bias: bool) -> Seen:
     size = place.world_size
     mesh = Mesh.start(Layout(dp=size), rank=place.rank, init_method=place.rendezvous, experts=ExpertLayout(ep, etp))
     parallel = mesh.experts
@@ -73,13 +87,23 @@ def on_a_rank(place: Place, ep: int, etp: int, before_choice: bool, num_tokens: 
     router_weight, gate_up, down, tokens = weights()
     router = Router(D, settings, init_std=1.0).double()
     experts = Experts(
-        E, D, F_SIZE, sections=("gate", "up"), activate=swiglu, parallel=parallel, init_std=1.0, output_std=1.0
+        *(E, D, F_SIZE),
+        sections=("gate", "up"),
+        activate=swiglu,
+        parallel=parallel,
+        init_std=1.0,
+        output_std=1.0,
+        bias=bias,
     ).double()
     router.weight.data.copy_(router_weight)
     first, part = parallel.ep.rank * E // ep, parallel.etp.rank * F_SIZE // etp
     local, features = slice(first, first + E // ep), slice(part, part + F_SIZE // etp)
     experts.gate_up.weight.data.copy_(gate_up[local, :, features])
     experts.down.weight.data.copy_(down[local, :, features])
+    if bias:
+        columns = slice(parallel.etp.rank * D // etp, (parallel.etp.rank + 1) * D // etp)
+        experts.gate_up.bias.data.copy_(biases()[0][local, :, features])
+        experts.down.bias.data.copy_(biases()[1][local, columns])
     begin = sum(num_tokens[: place.rank])
     x = tokens[begin : begin + num_tokens[place.rank]].clone().requires_grad_()
     routing = router(x)
@@ -89,7 +113,12 @@ def on_a_rank(place: Place, ep: int, etp: int, before_choice: bool, num_tokens: 
     y.square().sum().backward()
     assert x.grad is not None and experts.gate_up.weight.grad is not None and experts.down.weight.grad is not None
     seen = Seen(
-        y.detach(), x.grad, experts.gate_up.weight.grad, experts.down.weight.grad, (parallel.ep.rank, parallel.etp.rank)
+        y.detach(),
+        x.grad,
+        experts.gate_up.weight.grad,
+        experts.down.weight.grad,
+        [experts.gate_up.bias.grad, experts.down.bias.grad] if bias else [],
+        (parallel.ep.rank, parallel.etp.rank),
     )
     leave()
     return seen
@@ -108,9 +137,9 @@ def on_a_rank(place: Place, ep: int, etp: int, before_choice: bool, num_tokens: 
 )
 @pytest.mark.parametrize("before_choice", [False, True])
 def test_experts_on_ranks_are_a_loop_over_tokens(ep: int, etp: int, num_tokens: list[int], before_choice: bool) -> None:
-    ranks = run_ranks(len(num_tokens), on_a_rank, ep, etp, before_choice, num_tokens)
+    ranks = run_ranks(len(num_tokens), on_a_rank, ep, etp, before_choice, num_tokens, False)
     x = weights()[-1][: sum(num_tokens)]
-    y, (_, dgate_up, ddown, dx) = by_token(x, RouterSettings(E, K, before_choice=before_choice))
+    y, (_, dgate_up, ddown, dx, *_) = by_token(x, RouterSettings(E, K, before_choice=before_choice))
     # The router computes in fp32, so do the weights of choices: the rest is fp64.
     assert torch.allclose(torch.cat([seen.y for seen in ranks]), y, rtol=1e-5, atol=1e-5)
     assert torch.allclose(torch.cat([seen.dx for seen in ranks]), dx, rtol=1e-4, atol=1e-3)
@@ -119,6 +148,23 @@ def test_experts_on_ranks_are_a_loop_over_tokens(ep: int, etp: int, num_tokens: 
         local, features = slice(e * E // ep, (e + 1) * E // ep), slice(t * F_SIZE // etp, (t + 1) * F_SIZE // etp)
         assert torch.allclose(seen.dgate_up, dgate_up[local, :, features], rtol=1e-4, atol=1e-3)
         assert torch.allclose(seen.ddown, ddown[local, :, features], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("ep", "etp", "num_tokens"), [(1, 1, [30]), (2, 1, [0, 25]), (1, 2, [14, 14])])
+def test_biases_are_added_once_before_the_weights(ep: int, etp: int, num_tokens: list[int]) -> None:
+    ranks = run_ranks(len(num_tokens), on_a_rank, ep, etp, False, num_tokens, True)
+    x = weights()[-1][: sum(num_tokens)]
+    y, (_, dgate_up, ddown, dx, *dbiases) = by_token(x, RouterSettings(E, K), bias=True)
+    assert torch.allclose(torch.cat([seen.y for seen in ranks]), y, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(torch.cat([seen.dx for seen in ranks]), dx, rtol=1e-4, atol=1e-3)
+    for seen in ranks:
+        e, t = seen.place
+        local, features = slice(e * E // ep, (e + 1) * E // ep), slice(t * F_SIZE // etp, (t + 1) * F_SIZE // etp)
+        columns = slice(t * D // etp, (t + 1) * D // etp)
+        expected = [dgate_up[local, :, features], ddown[local, :, features]]
+        expected += [dbiases[0][local, :, features], dbiases[1][local, columns]]
+        for mine, whole in zip((seen.dgate_up, seen.ddown, *seen.dbiases), expected, strict=True):
+            assert torch.allclose(mine, whole, rtol=1e-4, atol=1e-3)
 
 
 def test_a_token_travels_as_a_row_for_each_choice_and_comes_back() -> None:

@@ -140,10 +140,10 @@ def test_it_is_the_attention_of_deepseek(name: str) -> None:
 
 def test_a_stretched_rope_grows_scores_by_one_factor_and_turned_parts_by_another() -> None:
     growth, all_dims = 0.07 * math.log(4) + 1, 0.13 * math.log(4) + 1
-    assert pytest.approx(growth / all_dims) == YARN.rotary_growth
+    assert pytest.approx(growth / all_dims) == YARN.rotary_growths[0]
     assert YARN.score_factor == pytest.approx(all_dims**2)
     usual = replace(YARN, rope_mscale=1.0, rope_mscale_all_dim=0.0)
-    assert (usual.rotary_growth, usual.score_factor) == (pytest.approx(0.1 * math.log(4) + 1), None)
+    assert (usual.rotary_growths[0], usual.score_factor) == (pytest.approx(0.1 * math.log(4) + 1), None)
 
 
 # Generation

@@ -66,6 +66,18 @@ VARIANTS = {
         rope_short_factor=(1.0, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.5),
         rope_long_factor=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0),
     ),
+    "rope longrope, scaled": replace(
+        LLAMA,
+        rope_scaling_type="longrope",
+        rope_original_max_positions=16,
+        rope_short_factor=(1.0,) * 8,
+        rope_long_factor=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0),
+        rope_short_mscale=0.9,
+        rope_long_mscale=1.3,
+    ),
+    "rope yarn, not rounded": replace(
+        LLAMA, rope_scaling_type="yarn", rope_beta_fast=8.0, yarn_correction_range_round_to_int=False
+    ),
     "rope interleaved": replace(LLAMA, rotary_interleaved=True),
     "rope on half of a head": replace(LLAMA, rotary_percent=0.5),
     "mistral": replace(LLAMA, window_size=6),
@@ -336,7 +348,8 @@ def _plain_rope(config: ModelConfig, x: Tensor, positions: Tensor) -> Tensor:
         angle = positions * _plain_frequency(config, pair, size)
         turned = torch.complex(x[:, a], x[:, b]) * torch.polar(torch.ones(S).double(), angle.double())
         if config.rope_scaling_type == "longrope":
-            turned = turned * math.sqrt(1 + math.log(config.rope_scaling_factor) / math.log(16))
+            usual = math.sqrt(1 + math.log(config.rope_scaling_factor) / math.log(16))
+            turned = turned * (config.rope_long_mscale or usual)
         if config.rope_scaling_type == "yarn":
             turned = turned * (1 + 0.1 * math.log(config.rope_scaling_factor))
         x[:, a], x[:, b] = turned.real, turned.imag
@@ -365,8 +378,10 @@ def _plain_frequency(config: ModelConfig, pair: int, size: int) -> float:
         def pair_that_turns(times: float) -> float:
             return size * math.log(context / (times * 2 * math.pi)) / (2 * math.log(config.rotary_base))
 
-        first = max(math.floor(pair_that_turns(config.rope_beta_fast)), 0)
-        last = min(math.ceil(pair_that_turns(config.rope_beta_slow)), size - 1)
+        first, last = pair_that_turns(config.rope_beta_fast), pair_that_turns(config.rope_beta_slow)
+        if config.yarn_correction_range_round_to_int:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
         ramp = min(max((pair - first) / (last - first), 0), 1)
         return ramp * stretched + (1 - ramp) * plain
     return plain
@@ -415,6 +430,11 @@ def test_longrope_turns_each_text_by_its_own_length() -> None:
         torch.testing.assert_close(told[row, :length], alone[row], rtol=1e-5, atol=1e-5)
     short, long = (logits_of(model, _cut(batch, length))[:, :16] for length in (16, 17))
     assert float((short - long).abs().max()) > 0.01
+    scaled = model_of(VARIANTS["rope longrope, scaled"])
+    told = logits_of(scaled, batch.with_text_lengths(torch.tensor([16, 17])))
+    for row, length in enumerate((16, 17)):
+        alone = logits_of(scaled, _cut(batch, length))
+        torch.testing.assert_close(told[row, :length], alone[row], rtol=1e-5, atol=1e-5)
     both = replace(VARIANTS["rope longrope"], rope_short_factor=VARIANTS["rope longrope"].rope_long_factor)
     torch.testing.assert_close(logits_of(model_of(both), _cut(batch, 16)), long, rtol=1e-5, atol=1e-5)
 

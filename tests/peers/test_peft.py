@@ -40,6 +40,7 @@ EXPERTS = (
     "granitemoeshared",
     "phimoe",
     "llama4_text",
+    "gpt_oss",
 )
 LATENT = ("deepseek_v3", "deepseek_v2")
 LORA = AdapterConfig(adapter_type="lora", lora_rank=3, lora_alpha=5.0)

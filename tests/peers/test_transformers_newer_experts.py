@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatronish.formats.hf.quantised import from_mxfp4
+from megatronish.formats.weights import LazyTensor
+
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(
     "random_models",
@@ -70,10 +73,30 @@ _LLAMA4 = _SIZES | {
     "floor_scale": 4,
     "attn_scale": 0.5,
 }
+
+
+def _longrope(long: list[float], *, original: int) -> dict[str, Any]:
+    """LongRoPE of a PhiMoE, whose scales are not those that follow from its lengths."""
+    lengths = {"original_max_position_embeddings": original, "factor": 64 / original}
+    factors = {"short_factor": [1.0, 1.3], "long_factor": long, "short_mscale": 1.2, "long_mscale": 1.4}
+    return {"rope_type": "longrope", "rope_theta": 50.0, **lengths, **factors}
+
+
 _PHI = _SIZES | {"model_type": "phimoe", "num_local_experts": 4, "router_jitter_noise": 0.3}
+_OSS = _SIZES | {
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "sliding_window": 5,
+    "swiglu_limit": 0.4,
+    "rope_parameters": _YARN | {"truncate": False, "beta_fast": 2.0},
+}
 CONFIGS |= {
     "phi": _PHI,
     "phi, biases, window": _PHI | {"attention_bias": True, "lm_head_bias": True, "sliding_window": 5},
+    # Beyond the original context transformers keeps the short factors; the models' own code takes the long ones.
+    "phi, longrope": _PHI | {"rope_parameters": _longrope([1.5, 4.0], original=48)},
+    "phi, longrope, outgrown": _PHI | {"rope_parameters": _longrope([1.0, 1.3], original=8), "attention_bias": True},
     "phi, few rivals": _PHI | {"router_jitter_noise": 0.01, "num_local_experts": 8},
     "llama4": _LLAMA4,
     "llama4, biases, no norm": _LLAMA4
@@ -81,6 +104,14 @@ CONFIGS |= {
     "llama4, all experts": _LLAMA4
     | {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1], "layer_types": [_CHUNKED, "full_attention"]},
     "llama4, tied": _LLAMA4 | {"moe_layers": [0], "tie_word_embeddings": True, "no_rope_layers": [1, 0]},
+    "gpt-oss": _OSS,
+    "gpt-oss, plain": _OSS
+    | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        "attention_bias": False,
+        "num_local_experts": 8,
+    },
+    "gpt-oss, tied": _OSS | {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 2, "swiglu_limit": 7.0},
     "phi, tied": _PHI | {"tie_word_embeddings": True, "lm_head_bias": True},
 }
 
@@ -98,3 +129,18 @@ def test_the_loss_and_the_gradients_of_a_step_are_equal(tmp_path: Path, name: st
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_likeliest_text_is_the_same(tmp_path: Path, name: str) -> None:
     latent.check_text(tmp_path, latent.random_decoder(CONFIGS[name]))
+
+
+def test_weights_in_4_bits_are_those_of_transformers() -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", exc_type=ImportError)
+    made = peer.torch.Generator().manual_seed(3)
+    blocks = peer.torch.randint(0, 256, (3, 10, 2, 16), generator=made, dtype=peer.torch.uint8)
+    scales = peer.torch.randint(90, 160, (3, 10, 2), generator=made, dtype=peer.torch.uint8)
+    tensors = {
+        f"w{kind}": LazyTensor(
+            tuple(each.shape), each.dtype, each.clone, lambda start, stop, each=each: each[start:stop]
+        )
+        for kind, each in (("_blocks", blocks), ("_scales", scales))
+    }
+    found = from_mxfp4(Path("folder"), tensors)["w"].read()
+    assert peer.torch.equal(found, mxfp4.convert_moe_packed_tensors(blocks, scales))

@@ -211,6 +211,11 @@ LLAMA4 = (
     "--moe-shared-expert-intermediate-size 1024 --attention-pattern fixed --attention-block-size 512 "
     "--attention-local-blocks 1 --attention-global-blocks 0 --window-attn-skip-freq 2 --attn-temperature-scale 0.1"
 )
+GPT_OSS = (
+    "--no-swiglu --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7 --moe-add-bias-linear "
+    "--add-attention-bias --softmax-type learnable --window-size 128 --window-attn-skip-freq 2 --moe-router-topk 4 "
+    "--group-query-attention --num-query-groups 4 --rope-scaling-type yarn --no-yarn-correction-range-round-to-int"
+)
 ALIBI = "--position-embedding-type alibi"
 SDPA = "--attention-backend flash"
 AGAIN = "--recompute-granularity selective --recompute-modules"
@@ -281,6 +286,10 @@ SINGLE = [
     SingleCase("SparseMixer", "experts", "--moe-router-score-function sparsemixer --ep 4 --etp 1"),
     SingleCase("Llama 4, small", "experts", LLAMA4, "", 1, 0, num_layers=2),
     SingleCase("Llama 4, small, over tp", "experts", f"{LLAMA4} --etp 2 --ep 2", "--tp 2 --sequence-parallel"),
+    SingleCase("gpt-oss, small", "experts", GPT_OSS, "", 1, 0),
+    SingleCase("gpt-oss, small, over ep", "experts", f"{GPT_OSS} --ep 4 --etp 1", "--tp 2 --zero-stage 1"),
+    SingleCase("gpt-oss, small, over etp", "experts", f"{GPT_OSS} --etp 2 --ep 2 {AGAIN} moe_act core_attn"),
+    SingleCase("adapters of gpt-oss", "experts", f"{GPT_OSS} --ep 4 --etp 1 {LORA}"),
     SingleCase("SGD", "llama", "--optimizer sgd"),
     SingleCase(
         "Muon of replicas", "gpt", "--optimizer muon --seq-length 256", "--tp 2", 4, 7, precision="", num_layers=1
@@ -490,6 +499,8 @@ FURTHER = {
     "T5": "T5 with dropout, in stages",
     "4 bits": "4 bits under ZeRO-3",
     "8 bits": "4 bits under ZeRO-3",
+    "gpt-oss, small": "gpt-oss, small, over ep",
+    "adapters of gpt-oss": "gpt-oss, small, over etp",
     "expert bias": "experts offloaded",
     "global balance": "experts offloaded",
     "ZeRO-2 without overlap, recomputed": "ZeRO-2 without overlap",

@@ -25,7 +25,10 @@ DIFFERENCES: dict[str, str] = {
     "recompute_method": "No default in Megatron-LM, which wants it with full; here uniform.",
     "recompute_num_layers": "No default in Megatron-LM, which wants it with full; here 1.",
     "pipeline_schedule": "Not in Megatron-LM, where the schedule follows from virtual stages alone.",
-    **dict.fromkeys(("rope_short_factor", "rope_long_factor"), "Not in Megatron-LM, which has no LongRoPE."),
+    **dict.fromkeys(
+        ("rope_short_factor", "rope_long_factor", "rope_short_mscale", "rope_long_mscale"),
+        "Not in Megatron-LM, which has no LongRoPE.",
+    ),
     "window_size": "One number counts the token itself: Megatron-LM's `--window-size W,0` is `--window-size W+1`.",
     "attention_backend": "Megatron-LM's `fused` (cuDNN's attention) is `flash` here, where SDPA chooses for the "
     "device; its `local` is `fused_softmax`. Its `unfused` is TransformerEngine's, with a fused softmax too; here it "
@@ -58,6 +61,8 @@ DIFFERENCES: dict[str, str] = {
     "qk_clip": "Refused with a norm of queries and keys, which Megatron-LM clips the weights before to no effect.",
     "qk_l2_norm": "Of layers with RoPE alone.",
     "moe_sparsemixer_eps": "Not in Megatron-LM.",
+    "moe_add_bias_linear": "Not in Megatron-LM, where routers and experts have biases unless `--disable-bias-linear` "
+    "is given; here they have none unless this flag is.",
     "qk_layernorm_1p": "In Megatron-LM `--apply-layernorm-1p` is of these norms, too; conversions know it.",
     "qk_layernorm_after_rope": "Not in Megatron-LM, whose norm comes before RoPE.",
     "qk_layernorm_by_head": "Not in Megatron-LM, whose heads share a weight.",

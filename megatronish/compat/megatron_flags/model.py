@@ -139,10 +139,6 @@ MODEL: dict[str, Known] = {
     "yarn-original-max-position-embeddings": renamed("rope_original_max_positions"),
     "yarn-beta-fast": renamed("rope_beta_fast"),
     "yarn-beta-slow": renamed("rope_beta_slow"),
-    "yarn-correction-range-round-to-int": idle("it is always rounded to whole dimensions"),
-    "no-yarn-correction-range-round-to-int": refused(
-        "the range of YaRN's correction is rounded to whole dimensions, as in Hugging Face's models; leave it out"
-    ),
     "mrope-section": refused("multimodal RoPE is not there; leave it out, or use --position-embedding-type rope", None),
     # Pai-Megatron-Patch's, with the meaning of Hugging Face's sliding_window. Some of its models hand (N, 0) to a
     # kernel that counts the tokens before, so there a token sees one more.

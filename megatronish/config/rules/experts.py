@@ -203,6 +203,8 @@ def _upcycling(config: Config) -> str | None:
             f"moe_shared_expert_intermediate_size={shared} with moe_use_upcycling would be experts without weights; "
             "leave one of the two out"
         )
+    if model.moe_add_bias_linear:
+        return "moe_use_upcycling makes experts without biases; leave --moe-add-bias-linear out"
     if model.mlp_bias:
         return "moe_use_upcycling cannot keep the biases of an MLP: experts have none; start from a model without them"
     return None
@@ -226,6 +228,18 @@ def _alike(config: Config) -> str | None:
     return (
         "moe_use_upcycling makes experts that are alike, and without a balancing loss from the first step on a router "
         "would follow rounding alone; add --moe-aux-loss-coeff 0.01 with seq_aux_loss, or --moe-z-loss-coeff 0.001"
+    )
+
+
+def _bias_over_etp(config: Config) -> str | None:
+    """Complaint about biases of experts whose columns etp cannot share out."""
+    model, etp = config.model, config.parallel.expert_layout.etp
+    if model.num_experts is None or not model.moe_add_bias_linear or model.hidden_size % etp == 0:
+        return None
+    sizes = [size for size in range(1, etp) if model.hidden_size % size == 0]
+    return (
+        f"hidden_size={model.hidden_size} must be divisible by {_ETP}={etp} with moe_add_bias_linear, as each rank "
+        f"adds a part of a bias; use --etp {one_of(sizes)}"
     )
 
 
@@ -275,7 +289,7 @@ RULES = (
         (
             *("moe_use_upcycling", "num_experts", "load", "load_hf", "moe_ffn_hidden_size", "disable_bias_linear"),
             "add_mlp_bias",
-            *("moe_shared_expert_intermediate_size", *_FFN),
+            *("moe_shared_expert_intermediate_size", "moe_add_bias_linear", *_FFN),
         ),
         _upcycling,
     ),
@@ -293,6 +307,10 @@ RULES = (
             "moe_router_score_function",
         ),
         _alike,
+    ),
+    ConfigRule(
+        ("moe_add_bias_linear", "hidden_size", _ETP, _EP, "tensor_model_parallel_size", "num_experts"),
+        _bias_over_etp,
     ),
     ConfigRule(
         ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", "num_experts"),

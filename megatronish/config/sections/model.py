@@ -39,6 +39,8 @@ class ExpertOptions:
     """Which layers have experts: N, every Nth from the first on; or a list such as ([0]*3+[1]*58), 1 for experts."""
     moe_shared_expert_intermediate_size: Annotated[int | None, at_least(1), at_most(2**31 - 1)] = None
     """Inner width, in all, of experts that every token passes."""
+    moe_add_bias_linear: bool = False
+    """Biases on the router and on both products of each routed expert, also with --disable-bias-linear (gpt-oss)."""
     moe_shared_expert_gate: bool = False
     """The output of the shared experts is multiplied by a gate, one number a token (Qwen2-MoE)."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
@@ -189,10 +191,16 @@ class DenseOptions:
     """yarn: turns over the original context above which a wavelength is left alone."""
     rope_beta_slow: Annotated[float, greater_than(0)] = 1.0
     """yarn: turns over the original context below which a wavelength is fully stretched."""
+    yarn_correction_range_round_to_int: bool = True
+    """yarn: the range of pairs between both is rounded to whole pairs (not in gpt-oss)."""
     rope_short_factor: tuple[float, ...] = ()
     """longrope: for each pair of a head that RoPE turns, what divides its frequency in the original context."""
     rope_long_factor: tuple[float, ...] = ()
     """longrope: what divides it in longer texts; training counts --seq-length, generation each text so far."""
+    rope_short_mscale: Annotated[float | None, greater_than(0)] = None
+    """longrope: factor of cos and sin in the original context (PhiMoE). Derived: from factor and original context."""
+    rope_long_mscale: Annotated[float | None, greater_than(0)] = None
+    """longrope: the same in longer texts."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Which norm."""
     norm_epsilon: Annotated[float, greater_than(0)] = 1e-5
@@ -422,12 +430,17 @@ class ModelConfig(PredictionOptions, ExpertOptions, PatternOptions, LatentOption
         return 0.1 * mscale * math.log(factor) + 1.0 if self.rope_scaling == "yarn" and factor > 1 else 1.0
 
     @property
-    def rotary_growth(self) -> float:
-        """Factor of cos and sin: that of YaRN, or LongRoPE's root of 1 + ln(factor) / ln(original context)."""
+    def rotary_growths(self) -> tuple[float, float]:
+        """Factors of cos and sin in the original context and in longer texts: one of YaRN, and those of LongRoPE.
+
+        LongRoPE's are the root of 1 + ln(factor) / ln(original context) where they are not given.
+        """
         factor, original = self.rope_scaling_factor, self.rope_original_max_positions
         if self.rope_scaling == "longrope":
-            return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
-        return self.yarn_growth(self.rope_mscale) / self.yarn_growth(self.rope_mscale_all_dim)
+            usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+            short, long = (usual if each is None else each for each in (self.rope_short_mscale, self.rope_long_mscale))
+            return short, long
+        return (self.yarn_growth(self.rope_mscale) / self.yarn_growth(self.rope_mscale_all_dim),) * 2
 
     def has_small_latents(self, tp: int) -> bool:
         """Whether latents of keys and values are smaller than keys and values of the heads of one of tp ranks."""

@@ -51,7 +51,7 @@ class StageParameter(NamedTuple):
     @property
     def is_vector(self) -> bool:
         """Whether it is a norm's, a bias or IA3's, as `Sharding.is_vector` has it. LoRA's B is none, of rank 1 too."""
-        return self.name.endswith(".l") or (self.columns == 1 and not self.name.endswith(".B"))
+        return self.name.endswith((".l", ".bias")) or (self.columns == 1 and not self.name.endswith(".B"))
 
     @property
     def is_rounded(self) -> bool:
@@ -219,7 +219,7 @@ class StageParameters(NamedTuple):
         matrices = (width * size,) if shape.sections else ()  # no router and no gate is one
         yield StageParameter(f"{name}.weight", size, width, partial=partial, matrices=matrices)
         if shape.bias:
-            yield StageParameter(f"{name}.bias", size, partial=partial)
+            yield StageParameter(f"{name}.{shape.bias_name}", size, partial=partial)
         for section, _ in self.adapted(name, dict(shape.sections)):
             adapter, rank = f"{name}.adapters.default.{section}", self.config.adapter.lora_rank
             yield StageParameter(f"{adapter}.A", rank, width, partial=partial)
@@ -259,13 +259,15 @@ class StageParameters(NamedTuple):
                 yield StageParameter(f"{adapter}.B", size, rank, partial=self.over_sequence)
 
     def stacked(self, name: str, shape: LinearShape, sections: dict[str, int]) -> Iterator[StageParameter]:
-        """One weight for each expert, and their adapters."""
+        """One weight for each expert, perhaps a bias, and their adapters."""
         (ep, etp), experts, width = self.config.parallel.expert_layout, shape.copies, shape.in_features
         size = shape.out_features // len(sections)
         cut = StageParameter(name, experts // ep, cut=("ep", "etp"), domain="experts")
         whole = cut._replace(cut=("ep",), partial=("etp",))
         matrices = (width * size,) * (experts * len(sections))
         yield cut._replace(name=f"{name}.weight", columns=len(sections) * width * size // etp, matrices=matrices)
+        if shape.bias:
+            yield cut._replace(name=f"{name}.bias", columns=shape.out_features // etp)
         is_down, rank = shape.cut == "row", self.config.adapter.lora_rank
         for section, _ in self.adapted(name, sections):
             adapter = f"{name}.adapters.default.{section}"

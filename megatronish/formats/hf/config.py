@@ -18,7 +18,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.family import CONFIG, CORRECT, ConfigJson, ModelFamily, in_no_family, read_json
-from megatronish.formats.hf.quantised import QUANTISED, fp8_blocks
+from megatronish.formats.hf.quantised import QUANTISED, quantisation
 from megatronish.formats.hf.rope import KEYS as ROPE_KEYS
 from megatronish.formats.hf.window import WINDOW_KEYS
 from megatronish.formats.stored_names import stored_names
@@ -111,7 +111,7 @@ def _understand(origin: Mapping[str, Any], folder: Path, *, data: dict[str, Any]
     family = FAMILIES[name]
     aliased = {family.aliases[key]: value for key, value in origin.items() if key in family.aliases}
     config = ConfigJson(path, {**aliased, **origin}, family.defaults)
-    fp8_blocks(config)
+    quantisation(config)
     config.must_be("is_causal", None, True, why="is not supported: a decoder sees what comes before alone")
     config.must_be("per_layer_config", None, {}, why="is not supported: layers have the settings of the whole model")
     model = _fields(family, config)

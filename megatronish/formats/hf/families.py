@@ -19,6 +19,7 @@ from megatronish.formats.hf.glm4 import GLM4
 from megatronish.formats.hf.glm4_moe import GLM4_MOE
 from megatronish.formats.hf.gpt2 import GPT2
 from megatronish.formats.hf.gpt_neox import GPT_NEOX
+from megatronish.formats.hf.gpt_oss import GPT_OSS
 from megatronish.formats.hf.gptj import GPTJ
 from megatronish.formats.hf.granite import GRANITE
 from megatronish.formats.hf.granitemoe import GRANITEMOE, GRANITEMOESHARED
@@ -101,4 +102,5 @@ FAMILIES: dict[str, ModelFamily] = {
     "granitemoeshared": GRANITEMOESHARED,
     "phimoe": PHIMOE,
     "llama4_text": LLAMA4,
+    "gpt_oss": GPT_OSS,
 }

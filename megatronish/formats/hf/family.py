@@ -90,7 +90,9 @@ HEAD = "lm_head.weight"
 class ExpertNames(NamedTuple):
     """Names of a family in a layer: of the part that holds router and experts, and of an expert's matrices.
 
-    `bias` is the router's, in that part; `shared` are the experts that every token passes.
+    `bias` is the router's, in that part; `shared` are the experts that every token passes. `is_packed`: the family's
+    rules are of packed experts, in a form of its own. `says_turned`: their module in transformers says that inputs come
+    before outputs, [E, in, out].
     """
 
     part: str = "mlp"
@@ -99,6 +101,8 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
     bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert"
+    is_packed: bool = False
+    says_turned: bool = False
 
 
 class FamilyTensors(NamedTuple):
@@ -150,16 +154,20 @@ class ModelFamily(NamedTuple):
 
 
 def in_no_family(model: ModelConfig) -> str | None:
-    """Field of a model that no family here has."""
-    capacity = model.moe_expert_capacity_factor
+    """Field of a model that no family here has; that no dense one has, if it is dense."""
+    capacity, is_dense = model.moe_expert_capacity_factor, model.num_experts is None
     return first_true(
         {
-            f"moe_expert_capacity_factor={capacity}": model.num_experts is not None and capacity is not None,
-            f"softmax_type={model.softmax_type}": model.softmax_type != "vanilla",
+            f"moe_expert_capacity_factor={capacity}": not is_dense and capacity is not None,
+            f"softmax_type={model.softmax_type}": model.softmax_type == "off-by-one"
+            or (is_dense and model.softmax_type != "vanilla"),
             f"attention_pattern={model.attention_pattern}": model.attention_pattern != "none" and not is_chunked(model),
-            "quick_geglu": model.quick_geglu,
-            f"glu_linear_offset={model.glu_linear_offset}": model.is_gated and model.glu_linear_offset != 0,
-            f"activation_func_clamp_value={model.activation_func_clamp_value}": model.is_gated
+            "quick_geglu": is_dense and model.quick_geglu,
+            f"glu_linear_offset={model.glu_linear_offset}": is_dense
+            and model.is_gated
+            and model.glu_linear_offset != 0,
+            f"activation_func_clamp_value={model.activation_func_clamp_value}": is_dense
+            and model.is_gated
             and model.activation_func_clamp_value is not None,
         }
     )

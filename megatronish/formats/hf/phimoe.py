@@ -11,6 +11,7 @@ from megatronish.formats.hf.decoder import read_decoder, write_decoder
 from megatronish.formats.hf.experts import not_experts_alone, read_experts
 from megatronish.formats.hf.family import ConfigJson, ExpertNames, ModelFamily
 from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, llama_tensors_with
+from megatronish.formats.hf.rope import MSCALES
 
 _CHOSEN, _BASE = 2, 1000000.0
 _PHIMOE = LLAMA_DEFAULTS | {
@@ -30,14 +31,10 @@ _PHIMOE = LLAMA_DEFAULTS | {
 
 def _read_phimoe(config: ConfigJson) -> dict[str, Any]:
     config.must_be("num_experts_per_tok", _CHOSEN, why="is not supported: SparseMixer chooses two experts there")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.values.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-        if kind != "default":
-            config.refuse(key, "stretches RoPE, which this family does by LongRoPE with factors of its own alone")
     window = config.values["sliding_window"]
     return {
         **read_decoder(config, rope=_BASE),
+        **_read_growths(config),
         "normalization": "LayerNorm",
         "norm_epsilon": config.number("rms_norm_eps"),
         "add_attention_bias": config.flag("attention_bias"),
@@ -49,9 +46,28 @@ def _read_phimoe(config: ConfigJson) -> dict[str, Any]:
     }
 
 
+def _read_growths(config: ConfigJson) -> dict[str, Any]:
+    """Factors of cos and sin of LongRoPE, the one RoPE that is stretched in this family; none of a plain one."""
+    given = ((key, config.values.get(key)) for key in ("rope_scaling", "rope_parameters"))
+    for key, values in given:
+        if not isinstance(values, dict) or not values:
+            continue
+        kind = values.get("rope_type", values.get("type", "default"))
+        if kind == "default":
+            return {}
+        if kind != "longrope":
+            config.refuse(key, "stretches RoPE, which this family does by LongRoPE alone")
+        rope = ConfigJson(config.path, values, {})
+        return {field: rope.number(name) for name, field in MSCALES.items()}
+    return {}
+
+
 def _write_phimoe(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    keys = write_decoder(model, seq_length)
+    if model.rope_scaling == "longrope":
+        keys["rope_scaling"] |= dict(zip(MSCALES, model.rotary_growths, strict=True))
     return {
-        **write_decoder(model, seq_length),
+        **keys,
         "head_dim": model.head_size,
         "rms_norm_eps": model.norm_epsilon,
         "attention_bias": model.attention_bias,

@@ -23,6 +23,8 @@ KEYS = (
     "rotary_emb_base",
 )
 BASE = 10000.0
+MSCALES = {"short_mscale": "rope_short_mscale", "long_mscale": "rope_long_mscale"}
+"""Keys of LongRoPE's factors of cos and sin in a PhiMoE, and their fields."""
 LONGROPE = {"short_factor": "rope_short_factor", "long_factor": "rope_long_factor"}
 """Keys of LongRoPE's factors, and their fields."""
 
@@ -83,6 +85,8 @@ def write_rope(model: ModelConfig, *, turned: bool = False, latent: bool = False
         scaling |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
     if model.rope_scaling == "yarn":
         scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
+        if not model.yarn_correction_range_round_to_int:
+            scaling["truncate"] = False
     if model.rope_scaling == "longrope":
         scaling |= {key: list(getattr(model, field)) for key, field in LONGROPE.items()}
     if model.rope_scaling == "yarn" and latent:
@@ -198,8 +202,6 @@ def _longrope(config: ConfigJson, rope: ConfigJson, spelled: str, *, part: float
 
 
 def _yarn(config: ConfigJson, rope: ConfigJson, spelled: str, *, latent: bool) -> dict[str, Any]:
-    if rope.values.get("truncate", True) is not True:
-        config.refuse(spelled, "leaves yarn's range untruncated, and here it always is whole pairs")
     original = _original(config, rope)
     factor = rope.number("factor", null=config.whole("max_position_embeddings") / original)
     mscale, mscale_all_dim = rope.number("mscale", null=0), rope.number("mscale_all_dim", null=0)
@@ -221,6 +223,7 @@ def _yarn(config: ConfigJson, rope: ConfigJson, spelled: str, *, latent: bool) -
         "rope_original_max_positions": original,
         "rope_beta_fast": rope.number("beta_fast", null=0) or 32.0,
         "rope_beta_slow": rope.number("beta_slow", null=0) or 1.0,
+        "yarn_correction_range_round_to_int": rope.values.get("truncate") is None or rope.flag("truncate"),
         **growth,
     }
 

@@ -26,7 +26,7 @@ from megatronish.formats import tokenizer_files
 from megatronish.formats.hf.config import hf_config_of, read_hf_config
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.family import CONFIG, ConfigJson, ExpertNames, FamilyTensors
-from megatronish.formats.hf.quantised import dequantised, fp8_blocks
+from megatronish.formats.hf.quantised import quantisation
 from megatronish.formats.safetensors import FILE, INDEX, NAMES, nbytes_of, read_folder, write_folder
 from megatronish.formats.tensor_rule import TensorRule
 from megatronish.formats.weights import Description, LazyTensor, Model
@@ -67,9 +67,9 @@ def read(load: Path) -> Model:
             "save_pretrained it"
         )
     tensors = read_folder(load)
-    blocks = fp8_blocks(ConfigJson(load / CONFIG, description.origin[FORMAT], {}))
-    if blocks is not None:
-        tensors = dequantised(load, tensors, blocks)
+    dequantise = quantisation(ConfigJson(load / CONFIG, description.origin[FORMAT], {}))
+    if dequantise is not None:
+        tensors = dequantise(load, tensors)
     buffers = {name: tensors.pop(name) for name in [*tensors] if BUFFERS.fullmatch(name)}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
@@ -77,9 +77,9 @@ def read(load: Path) -> Model:
                 f"{load}: {name} is of type {NAMES[tensor.dtype]}, and weights are read in "
                 f"{', '.join(NAMES[dtype] for dtype in DTYPES)}; save the model in one of these with transformers"
             )
-    family = _tensors_of(description)
+    family = tensors_of(description)
     tensors = {family.new_name(name): tensor for name, tensor in tensors.items()}
-    if family.experts is not None:
+    if family.experts is not None and not family.experts.is_packed:
         tensors = published(tensors, family.experts)
     tensors = _with_prefix(load, description, tensors)
     left_out = dict.fromkeys(buffers, "a buffer that follows from config.json")
@@ -98,14 +98,14 @@ def read(load: Path) -> Model:
 
 def _copies(description: Description) -> dict[str, str]:
     """Tensors that may be there twice, the copy first."""
-    family, words = _tensors_of(description), next(iter(rules(description))).theirs[0]
+    family, words = tensors_of(description), next(iter(rules(description))).theirs[0]
     copies = {**family.copies, **family.written_copies(description.model)}
     return copies | ({family.head: words} if description.model.tied else {})
 
 
 def _with_prefix(load: Path, description: Description, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Tensors with full names: a model saved without its head has names without a prefix. Unknown names stay."""
-    known, base = {name for rule in rules(description) for name in rule.theirs}, _tensors_of(description).base
+    known, base = {name for rule in rules(description) for name in rule.theirs}, tensors_of(description).base
     renamed = {}
     for name, tensor in tensors.items():
         whole = f"{base}.{name}"
@@ -194,10 +194,11 @@ def config_json(description: Description) -> dict[str, Any]:
 
 def rules(description: Description) -> list[TensorRule]:
     """Rules for all tensors of a model, embedding first. UserError if transformers has no such model."""
-    return list(_tensors_of(description).rules(description.model))
+    return list(tensors_of(description).rules(description.model))
 
 
-def _tensors_of(description: Description) -> FamilyTensors:
+def tensors_of(description: Description) -> FamilyTensors:
+    """Tensors of the family that a model is written as."""
     return FAMILIES[config_json(description)["model_type"]].tensors
 
 
@@ -209,7 +210,7 @@ def write(save: Path, model: Model, *, max_shard_bytes: int = MAX_SHARD_BYTES) -
     sizes = Counter[torch.dtype]()
     for tensor in model.tensors.values():
         sizes[tensor.dtype] += nbytes_of(tensor)
-    copies = _tensors_of(model.description).written_copies(model.description.model)
+    copies = tensors_of(model.description).written_copies(model.description.model)
     tensors = model.tensors | {copy: model.tensors[name] for copy, name in copies.items() if name in model.tensors}
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers' name of it, from 4.56 on and before
     config[key] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")

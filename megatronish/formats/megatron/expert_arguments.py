@@ -117,6 +117,8 @@ def without_counterpart(model: ModelConfig) -> str | None:
         return "moe_router_score_function=sparsemixer"
     if model.moe_apply_probs_on_input:
         return "moe_apply_probs_on_input"
+    if model.moe_add_bias_linear:
+        return "moe_add_bias_linear (there all layers have biases, or none)"
     if model.moe_expert_capacity_factor is not None:
         return "moe_expert_capacity_factor (a limit for each sequence; it has one for each micro-batch)"
     if after_choice and model.moe_router_topk == 1:

@@ -50,6 +50,8 @@ def check_counterpart(model: ModelConfig) -> None:
         raise refuse("xielu")
     if model.rope_scaling == "longrope" or (model.rope_scaling == "yarn" and not model.multi_latent_attention):
         raise refuse(f"rope_scaling_type={model.rope_scaling}")
+    if model.rope_scaling == "yarn" and not model.yarn_correction_range_round_to_int:
+        raise refuse("yarn_correction_range_round_to_int=False")
     if what := without_counterpart(model) or latent_without_counterpart(model):
         raise refuse(what)
     if model.rope_scaling == "llama3":

@@ -1,7 +1,7 @@
 """Adapters in PEFT's format, LoRA and IA3, read and written: adapter_config.json and adapter_model.safetensors."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,8 @@ PREFIX = "base_model.model."
 class Module(NamedTuple):
     """Linear module of transformers, and our layer and sections that it is. `experts` is how many it holds packed.
 
-    Where they are `turned` there, [E, in, out], PEFT takes inputs for outputs: A and B change places.
+    Where they are `turned` there, [E, in, out], and do not say so, PEFT takes inputs for outputs: A and B change
+    places.
     """
 
     name: str  # model.layers.0.self_attn.q_proj
@@ -44,6 +45,7 @@ class Module(NamedTuple):
     experts: int = 0
     parameter: str = ""  # of packed experts: gate_up_proj
     turned: bool = False
+    order: Tensor | None = None  # of packed experts: numbers of our rows, in their order
 
     @property
     def key(self) -> str:
@@ -60,7 +62,8 @@ def modules_of(description: Description) -> Iterator[Module]:
         layer, _, section = each.name.rpartition(".")
         layers.setdefault(layer, {})[section] = (each.out_features, each.copies)
     # 2. Their tensors, by the rules of the model's own conversion, so that names of every family come from one place.
-    rules = list(hf.rules(description))
+    rules, names_of_experts = list(hf.rules(description)), hf.tensors_of(description).experts
+    says_turned = names_of_experts is not None and names_of_experts.says_turned
     biases = {rule.ours.removesuffix(".bias"): rule for rule in rules if rule.ours.endswith(".bias")}
     for rule in rules:
         layer = rule.ours.removesuffix(".weight")
@@ -77,8 +80,9 @@ def modules_of(description: Description) -> Iterator[Module]:
             if rule.by_row:  # published as they are packed, perhaps under another name than there
                 packed = f"{theirs[0].rpartition('.')[0].removesuffix('.experts')}.experts"
             parameter = "down_proj" if sections == ("down",) else "gate_up_proj"
-            turned = rule.by_row and _turns(rule, len(sections))
-            yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter, turned)
+            turned = rule.by_row and _turns(rule, len(sections)) and not says_turned
+            order = _order(rule, sizes) if rule.by_row else None
+            yield Module(packed, layer, sections, sizes, None, names[0][1][1], parameter, turned, order)
         # Each section is a module of its own there (q_proj, k_proj, v_proj).
         elif len(theirs) == len(sections):
             for name, section, size in zip(theirs, sections, sizes, strict=True):
@@ -92,6 +96,13 @@ def _turns(rule: TensorRule, num_sections: int) -> bool:
     """Whether the rule of packed experts of so many sections has inputs before outputs there."""
     shape = (1, 5, 3) if num_sections == 1 else (1, num_sections, 5, 3)
     return rule.split(torch.empty(shape, device="meta"))[0].shape[-1] != shape[-1]
+
+
+def _order(rule: TensorRule, sizes: Sequence[int]) -> Tensor:
+    """Numbers of our rows, of all sections, as the rule of packed experts orders them there."""
+    rows = torch.arange(sum(sizes))
+    shape = (1, sum(sizes), 1) if len(sizes) == 1 else (1, len(sizes), sizes[0], 1)
+    return rule.split(rows.view(shape))[0].flatten()
 
 
 def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
@@ -110,6 +121,8 @@ def lora_tensors(module: Module, parts: Mapping[str, Mapping[str, Tensor]], rank
             column = rank * list(parts).index(name)
             b[..., row : row + size, column : column + rank] = parts[name]["B"]
         row += size
+    if module.order is not None:
+        b = b[:, module.order]
     # PEFT has the experts' ranks side by side, in another order for A than for B.
     if module.turned:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
@@ -162,6 +175,8 @@ def our_parts(
             f"{source}: {module.name} has A {list(a.shape)} and B {list(b.shape)}, and the model's layer has "
             f"{sum(module.sizes)} outputs; the adapter is of another model"
         )
+    if module.order is not None:
+        b = b[:, module.order.argsort()]
     parts = _apart(module, a, b, config.lora_rank)
     if wrong := next((name for name, each in parts.items() if each["A"].shape[-2] != config.lora_rank), None):
         raise UserError(
