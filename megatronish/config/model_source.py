@@ -203,6 +203,7 @@ ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved")
 # The fields that each kind of RoPE scaling reads.
 ROPE_SCALING: dict[str, tuple[str, ...]] = {
     "none": (),
+    "proportional": (),
     "linear": ("rope_scaling_factor",),
     "llama3": (
         "rope_scaling_factor",

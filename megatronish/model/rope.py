@@ -2,7 +2,8 @@
 
 Pairs of channels of every query and key are rotated by an angle that grows with the position, each pair at a frequency
 of its own. Scores then depend on the distance of two tokens. Longer contexts are reached by lowering the frequencies:
-all alike (linear), the low ones alone (llama3, yarn), or each by a factor of its own (longrope).
+all alike (linear), the low ones alone (llama3, yarn; to nothing: proportional), or each by a factor of its own
+(longrope).
 """
 
 import math
@@ -117,6 +118,9 @@ def _frequencies(config: ModelConfig) -> Tensor:
     match config.rope_scaling:
         case "none":
             return frequencies
+        case "proportional":  # those of whole heads, of which the lowest are 0 (Gemma 4)
+            turned = int(config.rotary_percent * size // 2)
+            return torch.cat((frequencies[:turned], torch.zeros(size // 2 - turned)))
         case "linear":
             return frequencies / config.rope_scaling_factor
         case "llama3":

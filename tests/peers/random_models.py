@@ -175,6 +175,10 @@ def dense_configs() -> dict[str, transformers.PreTrainedConfig]:
             rope_parameters={**longrope, "partial_rotary_factor": 0.75},
             pad_token_id=None,
         ),
+        "llama-proportional": t.LlamaConfig(
+            **(_SIZES | {"head_dim": 8}),
+            rope_parameters={"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        ),
         "llama-longrope": t.LlamaConfig(
             **(_SIZES | {"head_dim": 6}),
             rope_parameters={**longrope, "factor": 4.0, "original_max_position_embeddings": 64},

@@ -212,6 +212,7 @@ RULES = (
             "rotary_percent",
             "position_embedding_type",
             "multi_latent_attention",
+            "rope_scaling_type",
         ),
         _rope_head,
     ),

@@ -177,8 +177,9 @@ class DenseOptions:
     """Part of each head that RoPE turns."""
     rotary_interleaved: bool = False
     """RoPE turns neighbouring pairs instead of the two halves of a head."""
-    rope_scaling_type: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
-    """How RoPE is stretched to longer contexts. Megatron's --use-rope-scaling is llama3."""
+    rope_scaling_type: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"] = "none"
+    """How RoPE is stretched to longer contexts. Megatron's --use-rope-scaling is llama3. proportional: pairs go through
+    the whole head, and those beyond --rotary-percent of them do not turn."""
     rope_scaling_factor: Annotated[float, greater_than(0)] = 8.0
     """How many times longer the stretched context is."""
     rope_original_max_positions: Annotated[int, at_least(1), at_most(2**31 - 1)] = 8192
@@ -363,7 +364,7 @@ class DenseOptions:
         return not self.untie_embeddings_and_output_weights
 
     @property
-    def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn", "longrope"]:
+    def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"]:
         """Kind of RoPE scaling, "none" without RoPE."""
         return self.rope_scaling_type if self.position_embedding_type == "rope" else "none"
 
@@ -417,7 +418,7 @@ class ModelConfig(PredictionOptions, ExpertOptions, PatternOptions, LatentOption
         """Features of a head that RoPE turns, in pairs."""
         if self.multi_latent_attention:
             return self.qk_pos_emb_head_dim
-        return int(self.head_size * self.rotary_percent)
+        return self.head_size if self.rope_scaling == "proportional" else int(self.head_size * self.rotary_percent)
 
     @property
     def latent_epsilon(self) -> float:

@@ -104,7 +104,8 @@ def not_llama_block(model: ModelConfig) -> str | None:
         {
             f"block={model.block}": model.block != "transformer",
             f"position_embedding_type={model.position_embedding_type}": model.position_embedding_type != "rope",
-            f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
+            f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1
+            and model.rope_scaling != "proportional",
             "embed_layernorm": model.embed_layernorm,
             "rotary_interleaved": model.rotary_interleaved,
             f"normalization={model.normalization}": model.normalization != "RMSNorm",

@@ -39,6 +39,12 @@ def read_rope(
     """
     rope, spelled = _parameters(config)
     fields: dict[str, Any] = {"rotary_base": rope.number("rope_theta", null=config.number("rope_theta", null=base))}
+    kind = rope.values.get("rope_type", rope.values.get("type")) or "default"
+    if kind == "proportional":  # pairs go through whole heads: of these, the part turns
+        if turned is not None or rope.values.get("factor", 1) != 1:
+            config.refuse(spelled, "is proportional with a factor, or where RoPE turns a part of each head")
+        part = rope.number(PARTIAL, null=config.number(PARTIAL, null=1))
+        return fields | {"rope_scaling_type": kind, "rotary_percent": part}
     if turned is None:
         config.must_be(PARTIAL, None, 1, why="is not supported: RoPE turns whole heads in this family")
         if rope.values.get(PARTIAL) not in (None, 1):
@@ -47,11 +53,9 @@ def read_rope(
         if PARTIAL in config.values and config.values[PARTIAL] is None:
             config.refuse(PARTIAL, "is no number, and versions of transformers differ in what it means", remedy=CORRECT)
         fields["rotary_percent"] = rope.number(PARTIAL, null=config.number(PARTIAL, null=turned))
-    kind = rope.values.get("rope_type", rope.values.get("type")) or "default"
-    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
-        config.refuse(
-            spelled, f"scales RoPE in the way of {kind!r}; none, linear, llama3, yarn and longrope are supported"
-        )
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope", "proportional"):
+        known = "none, linear, llama3, yarn, longrope and proportional are supported"
+        config.refuse(spelled, f"scales RoPE in the way of {kind!r}; {known}")
     if kind == "default":
         return fields
     if kind == "yarn":
@@ -79,6 +83,9 @@ def write_rope(model: ModelConfig, *, turned: bool = False, latent: bool = False
     if model.rope_scaling == "none":
         return {"rope_theta": model.rotary_base, "rope_scaling": None, **part}
     scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
+    if model.rope_scaling == "proportional":  # the part of all pairs, and no factor
+        scaling = {"rope_type": model.rope_scaling, PARTIAL: model.rotary_percent}
+        return {"rope_theta": model.rotary_base, "rope_scaling": scaling, **part}
     if model.rope_scaling != "linear":
         scaling[ORIGINAL] = model.rope_original_max_positions
     if model.rope_scaling == "llama3":

@@ -48,7 +48,9 @@ def check_counterpart(model: ModelConfig) -> None:
         raise refuse("openai_gelu (the tanh form) with disable_bias_linear")
     if model.xielu:
         raise refuse("xielu")
-    if model.rope_scaling == "longrope" or (model.rope_scaling == "yarn" and not model.multi_latent_attention):
+    if model.rope_scaling in ("longrope", "proportional") or (
+        model.rope_scaling == "yarn" and not model.multi_latent_attention
+    ):
         raise refuse(f"rope_scaling_type={model.rope_scaling}")
     if model.rope_scaling == "yarn" and not model.yarn_correction_range_round_to_int:
         raise refuse("yarn_correction_range_round_to_int=False")
