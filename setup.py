@@ -81,6 +81,7 @@ setup(
             "ops/windowed.cpp",
             "dry_run/fake_cuda.cpp",
             "data/chat/templates/*.jinja",
+            "inference/chat_page.html",
             "report/page/page.*",
             "report/page/uplot/*",
             "estimate/planner/*.toml",

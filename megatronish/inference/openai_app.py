@@ -15,11 +15,12 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
@@ -306,10 +307,19 @@ def make_app(model: ServedModel, texts: TextQueue) -> Any:
     """The application; texts are written by the thread that works on the queue."""
     app = FastAPI(title="megatronish", openapi_url=None)
     _answer_errors(app)
+    chat_page = (files("megatronish.inference") / "chat_page.html").read_text(encoding="utf-8")
     began, preparing = int(time.time()), asyncio.Lock()
 
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": began, "owned_by": "megatronish"}
+
+    @app.get("/")
+    async def page() -> Any:
+        return HTMLResponse(chat_page)
+
+    @app.get("/health")
+    async def health() -> Any:
+        return {"status": "ok", "models": model.names}
 
     @app.get("/v1/models")
     async def models() -> Any:

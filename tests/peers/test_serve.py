@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, NO_BROWSER, browser
 from chat_formats import chatml
 from chat_models import write_adapter, write_chat_model
 from paths import ROOT
@@ -290,3 +292,31 @@ def test_other_hosts_and_large_requests_are_refused(folder: Path) -> None:
             connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=60)
             connection.request("POST", "/v1/completions", body=body, headers=headers)
             assert connection.getresponse().status == status
+
+
+def test_the_server_says_that_it_is_well(client: Any) -> None:
+    assert json.load(urllib.request.urlopen(str(client.base_url).removesuffix("v1/") + "health", timeout=30)) == {
+        "status": "ok",
+        "models": ["base", "a", "b"],
+    }
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_two_models_answer_on_a_page(client: Any, tmp_path: Path) -> None:
+    address = str(client.base_url).removesuffix("v1/")
+    texts = [asked(client, model, messages=[{"role": "user", "content": "<b>x"}]) for model in ("base", "b")]
+    with browser(tmp_path) as page:
+        page.open(address)
+        page.wait_for("document.querySelectorAll('#first option').length === 3")
+        page.run("at('second').value = 'b'; at('second').dispatchEvent(new Event('change')); 0")
+        page.run("at('temperature').value = 0; at('max_tokens').value = 20; at('text').value = '<b>x'; 0")
+        page.run("at('form').requestSubmit(); 0")
+        page.wait_for("document.querySelectorAll('.speed').length === 2")
+        assert page.run("Array.from(document.querySelectorAll('.assistant'), (each) => each.textContent)") == [
+            answer.choices[0].message.content for answer in texts
+        ]
+        assert page.run("Array.from(document.querySelectorAll('.user'), (each) => each.textContent)") == ["<b>x"] * 2
+        page.run("at('max_tokens').value = 0; at('text').value = 'more'; at('form').requestSubmit(); 0")
+        page.wait_for("document.querySelectorAll('.error').length === 2")
+        assert "max_tokens" in page.run("document.querySelector('.error').textContent")
+        assert not [told for told in page.complaints if "400" not in told]
