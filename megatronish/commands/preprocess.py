@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -30,8 +29,10 @@ from megatronish.config.model_source import implied_tokenizer
 from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location
 from megatronish.data.inputs import input_files, listed, same_names
 from megatronish.data.preprocess import Summary, output_name, preprocess
+from megatronish.data.stores import size_of
 from megatronish.tokenizer.names import tokenizer_type
 from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
@@ -41,7 +42,7 @@ class TokenizingArguments:
     """Settings on which the bytes of the result depend."""
 
     input: tuple[str, ...]
-    """Files, folders or patterns: JSON lines (also .gz, .bz2, .xz, .zst), a JSON array, or .parquet."""
+    """Files, folders, patterns or URLs: JSON lines (also .gz, .bz2, .xz, .zst), a JSON array, or .parquet."""
     output_prefix: str
     """PREFIX of the files written."""
     tokenizer_type: str | None = None
@@ -136,7 +137,7 @@ def run(arguments: PreprocessArguments) -> int:
     import_plugins(arguments.plugin)
     files = input_files(arguments.input)
     tell_files(files)
-    num_bytes = sum(path.stat().st_size for path in files)
+    num_bytes = sum(map(size_of, files))
     progress = PreprocessProgress(num_bytes=num_bytes, log_interval=arguments.log_interval)
     try:
         summary = preprocess(
@@ -162,7 +163,7 @@ def run(arguments: PreprocessArguments) -> int:
     return 0
 
 
-def tell_files(files: Sequence[Path]) -> None:
+def tell_files(files: Sequence[Location]) -> None:
     """Print which files are read where there are several, and which of them may hold the same texts."""
     if len(files) > 1:
         print(f"reading {len(files):,} files: {listed(files)}", file=sys.stderr)

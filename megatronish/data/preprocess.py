@@ -18,6 +18,7 @@ import numpy as np
 
 from megatronish.core.errors import UserError
 from megatronish.core.files import refuse_input_as_output
+from megatronish.core.remote import Location, location
 from megatronish.data.encoding import BadLine, Encoder, EncodingJob, encode_all, signals_held
 from megatronish.data.indexed import IndexedWriter, token_dtype
 from megatronish.data.inputs import input_files, listed, text_format_of
@@ -47,7 +48,7 @@ class Summary:
 
 
 def preprocess(
-    inputs: Sequence[str | Path],
+    inputs: Sequence[str | Location],
     output_prefix: str,
     *,
     tokenizer: Callable[[], Encoder],
@@ -107,7 +108,7 @@ def encode_pieces(
     The writers are those of `open_writer`, which keeps or discards what they wrote.
     """
     summary, start = Summary(), time.monotonic()
-    batches = (batch for piece in pieces for batch in read_batches(Path(piece.path), job.json_keys, piece))
+    batches = (batch for piece in pieces for batch in read_batches(location(piece.path), job.json_keys, piece))
     dtype = token_dtype(own_tokenizer.vocab_size)
     with signals_held():  # between a file and the note that it must be deleted
         writers = [open_writer(name, dtype) for name in names]
@@ -157,7 +158,9 @@ def check_settings(*, json_keys: Sequence[str], workers: int, max_bad_fraction: 
         raise UserError(f"--max-bad-fraction {max_bad_fraction} must be at least 0 and at most 1; for example 0.01")
 
 
-def refuse_too_few(summary: Summary, files: Sequence[Path], json_keys: Sequence[str], max_bad_fraction: float) -> None:
+def refuse_too_few(
+    summary: Summary, files: Sequence[Location], json_keys: Sequence[str], max_bad_fraction: float
+) -> None:
     """UserError if there is no document, or if too many lines are bad."""
     names, keys = listed(files), ", ".join(json_keys)
     if summary.documents == 0:

@@ -30,6 +30,7 @@ from megatronish.core.files import (
     write_durably,
     write_quickly,
 )
+from megatronish.core.remote import Location, location
 from megatronish.data.encoding import BadLine, Encoder, EncodingJob
 from megatronish.data.indexed import CODES, IndexedTokens, IndexedWriter, bin_path, idx_path
 from megatronish.data.pieces import InputFile, InputPiece, cut_into_tasks
@@ -96,7 +97,7 @@ class Plan:
 
 
 def make_plan(
-    prefix: str, files: Sequence[Path], *, num_tasks: int, settings: Mapping[str, Any], tokenizer: str
+    prefix: str, files: Sequence[Location], *, num_tasks: int, settings: Mapping[str, Any], tokenizer: str
 ) -> Plan:
     """Write the plan of these files, `<prefix>.plan.json`. UserError for files that cannot be read."""
     if not 1 <= num_tasks <= MAX_TASKS:
@@ -426,7 +427,7 @@ def whole_result(plan: Plan) -> list[TaskRecord]:
         )
     whole_records = [record for record in records if record is not None]
     total = Summary(sum(each.documents for each in whole_records), 0, sum(each.bad_lines for each in whole_records))
-    files = [Path(file.path) for file in plan.inputs]
+    files = [location(file.path) for file in plan.inputs]
     refuse_too_few(total, files, plan.json_keys, plan.settings["max_bad_fraction"])
     remove_leftover_folders(plan.folder)
     return whole_records
