@@ -9,10 +9,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tqdm import tqdm
 
@@ -28,6 +28,7 @@ from megatronish.commands.preprocess import (
     tell_files,
     tokenizer_settings,
 )
+from megatronish.commands.preprocess_ray import TaskOutcome, run_on_ray
 from megatronish.config.arguments import PluginNames, read_arguments
 from megatronish.config.marks import at_least, at_most
 from megatronish.config.plugins import import_plugins
@@ -84,7 +85,9 @@ class RunArguments:
     task: str | None = None
     """I for task I, from 0 on; I::N for tasks I, I + N, ... Derived: SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX."""
     workers: int = 1
-    """Processes that tokenize."""
+    """Processes that tokenize, of each task."""
+    engine: Literal["local", "ray"] = "local"
+    """Where tasks run: here, one after another, or on a cluster of Ray, that of RAY_ADDRESS."""
     log_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 100_000
     """Documents between lines of progress where there is no terminal for a bar."""
 
@@ -156,6 +159,10 @@ def run_tasks(argv: Sequence[str], program: str) -> int:
     settings = _tokenizing(plan)
     check_settings(json_keys=settings.json_keys, workers=arguments.workers, max_bad_fraction=settings.max_bad_fraction)
     _refuse_other_plugins(plan, settings.plugin, arguments.plugin)
+    if arguments.engine == "ray":
+        with ended_by_signals("a task that was not whole is not, and those that were stay"):
+            work = partial(run_in_process_of_ray, arguments.plan.absolute(), arguments)
+            return run_on_ray(plan, numbers, work, workers=arguments.workers)
     import_plugins(settings.plugin)
     digest, status = None, 0
     with ended_by_signals("a task that was not whole is not, and those that were stay"):
@@ -174,6 +181,20 @@ def run_tasks(argv: Sequence[str], program: str) -> int:
                 print(f"error: {name}: {error}", file=sys.stderr, flush=True)
                 status = 1 if status == 1 or isinstance(error, RunError) else 2
     return status
+
+
+def run_in_process_of_ray(path: Path, arguments: RunArguments, number: int) -> TaskOutcome:
+    """Write the shard of a task on a node of Ray."""
+    plan = read_plan(path)
+    if (record := record_of(plan, number, sums=True)) is not None:
+        return TaskOutcome(number, f"is whole | {_counts(record)}")
+    try:
+        settings = _tokenizing(plan)
+        import_plugins(settings.plugin)
+        quiet = replace(arguments, log_interval=2**63 - 1)
+        return TaskOutcome(number, _counts(_run(plan, number, settings, _digest_of(settings), quiet)))
+    except (UserError, RunError, OSError) as error:
+        return TaskOutcome(number, "", str(error), is_of_machine=not isinstance(error, UserError))
 
 
 def _refuse_other_plugins(plan: Plan, planned: Sequence[str], given: Sequence[str]) -> None:
