@@ -30,6 +30,7 @@ from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
 from megatronish.core.remote import Location
+from megatronish.data.cleaning import Cleaning
 from megatronish.data.inputs import input_files, listed, same_names
 from megatronish.data.preprocess import Summary, output_name, preprocess
 from megatronish.data.stores import size_of
@@ -69,6 +70,20 @@ class TokenizingArguments:
     """End every document with the end-of-document token."""
     split_sentences: bool = False
     """A sequence for each sentence, for BERT; the files are PREFIX_KEY_sentence."""
+    filter: tuple[str, ...] = ()
+    """Documents to keep, by a field: 'lang == en', 'meta.score >= 0.5'. Several must all hold."""
+    min_characters: int = 0
+    """Leave shorter documents out."""
+    max_characters: int | None = None
+    """Leave longer documents out."""
+    min_tokens: int = 0
+    """Leave documents of fewer tokens out, the end-of-document token not counted."""
+    max_tokens: int | None = None
+    """Leave documents of more tokens out."""
+    keep_fraction: float = 1.0
+    """Keep this part of the documents, by a hash of their text, so that equal texts stay together."""
+    sampling_seed: int = 0
+    """Which documents --keep-fraction keeps."""
     strict: bool = False
     """A bad line is an error instead of being skipped and counted."""
     max_bad_fraction: float = 0.5
@@ -147,6 +162,7 @@ def run(arguments: PreprocessArguments) -> int:
             json_keys=arguments.json_keys,
             append_eod=arguments.append_eod,
             split_sentences=arguments.split_sentences,
+            cleaning=Cleaning.of(vars(arguments)),
             workers=arguments.workers,
             strict=arguments.strict,
             max_bad_fraction=arguments.max_bad_fraction,
@@ -158,6 +174,8 @@ def run(arguments: PreprocessArguments) -> int:
     print(summary)
     prefix, splits = arguments.output_prefix, arguments.split_sentences
     print(" ".join(output_name(prefix, key, split_sentences=splits) for key in arguments.json_keys), flush=True)
+    for line in summary.removed.lines(examples=False):
+        print(line, file=sys.stderr)
     if summary.bad_lines:
         print(f"{summary.bad_lines:,} of {summary.lines:,} lines were bad and were left out", file=sys.stderr)
     return 0
@@ -279,7 +297,7 @@ class OwnFlags(NamedTuple):
     notes: list[str]
 
 
-LISTS = ("--input", "--json-keys", "--tiktoken-special-tokens")
+LISTS = ("--input", "--json-keys", "--filter", "--tiktoken-special-tokens")
 """Flags of several values: given several times, their values add up, in the order given."""
 
 

@@ -35,6 +35,7 @@ from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.files import refuse_input_as_output
+from megatronish.data.cleaning import Cleaning
 from megatronish.data.inputs import input_files
 from megatronish.data.preprocess import check_settings
 from megatronish.data.shards import join_with_bar, write_manifest
@@ -48,6 +49,7 @@ from megatronish.data.tasks import (
     ranges,
     read_plan,
     record_of,
+    removed_of,
     run_task,
     shards_of,
     sign_of,
@@ -110,6 +112,8 @@ class JoinArguments:
     """PREFIX.plan.json of preprocess plan."""
     manifest: bool = False
     """Write PREFIX_KEY_document.shards.json instead, which --data-path takes, and leave the tokens where they are."""
+    show_removed: bool = False
+    """Show ten documents of each reason for which cleaning left documents out."""
 
 
 def main(argv: Sequence[str], *, program: str = "megatronish preprocess") -> int:
@@ -130,6 +134,7 @@ def plan_tasks(argv: Sequence[str], program: str) -> int:
     files = [path for path in input_files(arguments.input) if not str(path).startswith(own)]
     tell_files(files)
     check_settings(json_keys=arguments.json_keys, workers=1, max_bad_fraction=arguments.max_bad_fraction)
+    Cleaning.of(vars(arguments))
     settings = {name: value for name, value in asdict(arguments).items() if name not in NOT_IN_PLAN}
     for name in Plan(Path(arguments.output_prefix), settings, "", (), ()).names(arguments.output_prefix):
         for suffix in (".bin", ".idx"):
@@ -292,9 +297,12 @@ def join_tasks(argv: Sequence[str], program: str) -> int:
             join_with_bar(shards, name)
         documents, tokens = sum(each.documents for each in shards), sum(each.tokens for each in shards)
         print(f"{written}: {len(shards):,} shards | {documents:,} documents | {tokens:,} tokens")
+    removed = removed_of(records)
+    for line in removed.lines(examples=arguments.show_removed):
+        print(line, file=sys.stderr)
     if bad := sum(record.bad_lines for record in records):
-        documents = sum(record.documents for record in records)
-        print(f"{bad:,} of {bad + documents:,} lines were bad and were left out", file=sys.stderr)
+        lines = bad + sum(record.documents for record in records) + removed.total
+        print(f"{bad:,} of {lines:,} lines were bad and were left out", file=sys.stderr)
     return 0
 
 

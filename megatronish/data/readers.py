@@ -7,7 +7,7 @@ read whole: memory does not grow with the input.
 import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatronish.core.errors import UserError
@@ -226,3 +226,16 @@ def _as_json(value: Any) -> str | None:
         return value.decode() if isinstance(value, bytes) else None
     except UnicodeDecodeError:
         return None
+
+
+def value_under(record: Mapping[str, Any], key: str) -> Any:
+    """What an object has under a key; ValueError if it has none. `meta.body` is a key inside of `meta`."""
+    if key in record:
+        return record[key]
+    outer, dot, inner = key.partition(".")
+    if not dot or not isinstance(record.get(outer), dict):
+        raise ValueError(f"key {key!r} is missing")
+    try:
+        return value_under(record[outer], inner)
+    except ValueError:
+        raise ValueError(f"key {key!r} is missing") from None
