@@ -55,8 +55,9 @@ attack: $(READY) ## kills, malformed inputs, hangs, flipped bits, slow ranks and
 test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, in an environment of their own
 	$(PEERS_VENV)/bin/python -m pytest tests/peers
 
-test-stores: $(STORES_READY) ## checkpoints against a server of S3, and Ray Train, in an environment of their own
-	$(STORES_VENV)/bin/python -m pytest tests/checkpoint/test_object_storage.py tests/launch/test_ray_train.py
+test-stores: $(STORES_READY) ## checkpoints and inputs against a server of S3, and Ray, in an environment of their own
+	$(STORES_VENV)/bin/python -m pytest tests/checkpoint/test_object_storage.py tests/launch/test_ray_train.py \
+	    tests/data/test_stores.py tests/data/test_preprocess_ray.py tests/data/test_datatrove.py
 
 check: $(READY) ## format, lint, types, layering and the words of docs and code
 	$(RUN) -m ruff format --check .

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any, BinaryIO, NamedTuple
 
-from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath, is_outage
 from megatronish.core.errors import UserError
 from megatronish.core.files import write_durably
+from megatronish.core.remote import Location, RemoteFile, RemotePath, is_outage
 
 CHECKSUMS = "checksums.json"
 CHUNK_BYTES = 2**20

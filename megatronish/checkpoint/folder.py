@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
-from megatronish.checkpoint.remote import Location, RemotePath
 from megatronish.core.errors import UserError
 from megatronish.core.files import sync_folder, write_durably
+from megatronish.core.remote import Location, RemotePath
 
 STATE = "state.json"
 LATEST = "latest"

@@ -11,10 +11,10 @@ from functools import partial
 
 from megatronish.checkpoint.checksums import Checksums, DamagedError
 from megatronish.checkpoint.folder import by_age, step_of
-from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location
 from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.mesh import Axis, Mesh
 

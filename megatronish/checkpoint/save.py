@@ -34,10 +34,10 @@ from torch import Tensor
 
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import new_attempt, partial_name_of, publish, remove_attempt, remove_leftovers
-from megatronish.checkpoint.remote import Location, RemotePath
 from megatronish.checkpoint.tensors import GlobalTensor, write_tensors
 from megatronish.core.errors import RunError
 from megatronish.core.files import remedy_of_writing
+from megatronish.core.remote import Location, RemotePath
 from megatronish.optim.optimizer import Optimizer
 from megatronish.parallel.all_or_none import from_one
 from megatronish.parallel.disk import copy_between, disk_of, zeros_beside

@@ -33,8 +33,8 @@ from torch.futures import Future
 
 from megatronish.checkpoint.checksums import Checksums, DamagedError, Span, SummingStream
 from megatronish.checkpoint.metadata import METADATA, parse_metadata
-from megatronish.checkpoint.remote import Location, RemoteFile, RemotePath
 from megatronish.core.pickles import refuse_bombs
+from megatronish.core.remote import Location, RemoteFile, RemotePath
 from megatronish.parallel.disk import in_memory, release
 from megatronish.parallel.sharding import Piece
 

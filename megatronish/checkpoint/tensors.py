@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
-from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.storage import CheckpointReader, CheckpointWriter
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location
 from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.mesh import Axis

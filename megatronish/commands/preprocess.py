@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -30,8 +29,11 @@ from megatronish.config.model_source import implied_tokenizer
 from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location
+from megatronish.data.cleaning import Cleaning
 from megatronish.data.inputs import input_files, listed, same_names
 from megatronish.data.preprocess import Summary, output_name, preprocess
+from megatronish.data.stores import size_of
 from megatronish.tokenizer.names import tokenizer_type
 from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
@@ -41,7 +43,7 @@ class TokenizingArguments:
     """Settings on which the bytes of the result depend."""
 
     input: tuple[str, ...]
-    """Files, folders or patterns: JSON lines (also .gz, .bz2, .xz, .zst), a JSON array, or .parquet."""
+    """Files, folders, patterns or URLs: JSON lines (also .gz, .bz2, .xz, .zst), a JSON array, or .parquet."""
     output_prefix: str
     """PREFIX of the files written."""
     tokenizer_type: str | None = None
@@ -68,6 +70,20 @@ class TokenizingArguments:
     """End every document with the end-of-document token."""
     split_sentences: bool = False
     """A sequence for each sentence, for BERT; the files are PREFIX_KEY_sentence."""
+    filter: tuple[str, ...] = ()
+    """Documents to keep, by a field: 'lang == en', 'meta.score >= 0.5'. Several must all hold."""
+    min_characters: int = 0
+    """Leave shorter documents out."""
+    max_characters: int | None = None
+    """Leave longer documents out."""
+    min_tokens: int = 0
+    """Leave documents of fewer tokens out, the end-of-document token not counted."""
+    max_tokens: int | None = None
+    """Leave documents of more tokens out."""
+    keep_fraction: float = 1.0
+    """Keep this part of the documents, by a hash of their text, so that equal texts stay together."""
+    sampling_seed: int = 0
+    """Which documents --keep-fraction keeps."""
     strict: bool = False
     """A bad line is an error instead of being skipped and counted."""
     max_bad_fraction: float = 0.5
@@ -136,7 +152,7 @@ def run(arguments: PreprocessArguments) -> int:
     import_plugins(arguments.plugin)
     files = input_files(arguments.input)
     tell_files(files)
-    num_bytes = sum(path.stat().st_size for path in files)
+    num_bytes = sum(map(size_of, files))
     progress = PreprocessProgress(num_bytes=num_bytes, log_interval=arguments.log_interval)
     try:
         summary = preprocess(
@@ -146,6 +162,7 @@ def run(arguments: PreprocessArguments) -> int:
             json_keys=arguments.json_keys,
             append_eod=arguments.append_eod,
             split_sentences=arguments.split_sentences,
+            cleaning=Cleaning.of(vars(arguments)),
             workers=arguments.workers,
             strict=arguments.strict,
             max_bad_fraction=arguments.max_bad_fraction,
@@ -157,12 +174,14 @@ def run(arguments: PreprocessArguments) -> int:
     print(summary)
     prefix, splits = arguments.output_prefix, arguments.split_sentences
     print(" ".join(output_name(prefix, key, split_sentences=splits) for key in arguments.json_keys), flush=True)
+    for line in summary.removed.lines(examples=False):
+        print(line, file=sys.stderr)
     if summary.bad_lines:
         print(f"{summary.bad_lines:,} of {summary.lines:,} lines were bad and were left out", file=sys.stderr)
     return 0
 
 
-def tell_files(files: Sequence[Path]) -> None:
+def tell_files(files: Sequence[Location]) -> None:
     """Print which files are read where there are several, and which of them may hold the same texts."""
     if len(files) > 1:
         print(f"reading {len(files):,} files: {listed(files)}", file=sys.stderr)
@@ -278,7 +297,7 @@ class OwnFlags(NamedTuple):
     notes: list[str]
 
 
-LISTS = ("--input", "--json-keys", "--tiktoken-special-tokens")
+LISTS = ("--input", "--json-keys", "--filter", "--tiktoken-special-tokens")
 """Flags of several values: given several times, their values add up, in the order given."""
 
 

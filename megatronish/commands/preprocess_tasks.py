@@ -9,10 +9,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tqdm import tqdm
 
@@ -28,12 +28,14 @@ from megatronish.commands.preprocess import (
     tell_files,
     tokenizer_settings,
 )
+from megatronish.commands.preprocess_ray import TaskOutcome, run_on_ray
 from megatronish.config.arguments import PluginNames, read_arguments
 from megatronish.config.marks import at_least, at_most
 from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.files import refuse_input_as_output
+from megatronish.data.cleaning import Cleaning
 from megatronish.data.inputs import input_files
 from megatronish.data.preprocess import check_settings
 from megatronish.data.shards import join_with_bar, write_manifest
@@ -47,6 +49,7 @@ from megatronish.data.tasks import (
     ranges,
     read_plan,
     record_of,
+    removed_of,
     run_task,
     shards_of,
     sign_of,
@@ -84,7 +87,9 @@ class RunArguments:
     task: str | None = None
     """I for task I, from 0 on; I::N for tasks I, I + N, ... Derived: SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX."""
     workers: int = 1
-    """Processes that tokenize."""
+    """Processes that tokenize, of each task."""
+    engine: Literal["local", "ray"] = "local"
+    """Where tasks run: here, one after another, or on a cluster of Ray, that of RAY_ADDRESS."""
     log_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 100_000
     """Documents between lines of progress where there is no terminal for a bar."""
 
@@ -107,6 +112,8 @@ class JoinArguments:
     """PREFIX.plan.json of preprocess plan."""
     manifest: bool = False
     """Write PREFIX_KEY_document.shards.json instead, which --data-path takes, and leave the tokens where they are."""
+    show_removed: bool = False
+    """Show ten documents of each reason for which cleaning left documents out."""
 
 
 def main(argv: Sequence[str], *, program: str = "megatronish preprocess") -> int:
@@ -127,6 +134,7 @@ def plan_tasks(argv: Sequence[str], program: str) -> int:
     files = [path for path in input_files(arguments.input) if not str(path).startswith(own)]
     tell_files(files)
     check_settings(json_keys=arguments.json_keys, workers=1, max_bad_fraction=arguments.max_bad_fraction)
+    Cleaning.of(vars(arguments))
     settings = {name: value for name, value in asdict(arguments).items() if name not in NOT_IN_PLAN}
     for name in Plan(Path(arguments.output_prefix), settings, "", (), ()).names(arguments.output_prefix):
         for suffix in (".bin", ".idx"):
@@ -156,6 +164,10 @@ def run_tasks(argv: Sequence[str], program: str) -> int:
     settings = _tokenizing(plan)
     check_settings(json_keys=settings.json_keys, workers=arguments.workers, max_bad_fraction=settings.max_bad_fraction)
     _refuse_other_plugins(plan, settings.plugin, arguments.plugin)
+    if arguments.engine == "ray":
+        with ended_by_signals("a task that was not whole is not, and those that were stay"):
+            work = partial(run_in_process_of_ray, arguments.plan.absolute(), arguments)
+            return run_on_ray(plan, numbers, work, workers=arguments.workers)
     import_plugins(settings.plugin)
     digest, status = None, 0
     with ended_by_signals("a task that was not whole is not, and those that were stay"):
@@ -174,6 +186,20 @@ def run_tasks(argv: Sequence[str], program: str) -> int:
                 print(f"error: {name}: {error}", file=sys.stderr, flush=True)
                 status = 1 if status == 1 or isinstance(error, RunError) else 2
     return status
+
+
+def run_in_process_of_ray(path: Path, arguments: RunArguments, number: int) -> TaskOutcome:
+    """Write the shard of a task on a node of Ray."""
+    plan = read_plan(path)
+    if (record := record_of(plan, number, sums=True)) is not None:
+        return TaskOutcome(number, f"is whole | {_counts(record)}")
+    try:
+        settings = _tokenizing(plan)
+        import_plugins(settings.plugin)
+        quiet = replace(arguments, log_interval=2**63 - 1)
+        return TaskOutcome(number, _counts(_run(plan, number, settings, _digest_of(settings), quiet)))
+    except (UserError, RunError, OSError) as error:
+        return TaskOutcome(number, "", str(error), is_of_machine=not isinstance(error, UserError))
 
 
 def _refuse_other_plugins(plan: Plan, planned: Sequence[str], given: Sequence[str]) -> None:
@@ -271,9 +297,12 @@ def join_tasks(argv: Sequence[str], program: str) -> int:
             join_with_bar(shards, name)
         documents, tokens = sum(each.documents for each in shards), sum(each.tokens for each in shards)
         print(f"{written}: {len(shards):,} shards | {documents:,} documents | {tokens:,} tokens")
+    removed = removed_of(records)
+    for line in removed.lines(examples=arguments.show_removed):
+        print(line, file=sys.stderr)
     if bad := sum(record.bad_lines for record in records):
-        documents = sum(record.documents for record in records)
-        print(f"{bad:,} of {bad + documents:,} lines were bad and were left out", file=sys.stderr)
+        lines = bad + sum(record.documents for record in records) + removed.total
+        print(f"{bad:,} of {lines:,} lines were bad and were left out", file=sys.stderr)
     return 0
 
 

@@ -66,7 +66,7 @@ def pretrain(config: Config, notes: Sequence[str] = ()) -> int:
     """
     with importing():
         from megatronish.checkpoint.folder import STATE, find_checkpoint, step_of
-        from megatronish.checkpoint.remote import is_url
+        from megatronish.core.remote import is_url
         from megatronish.inference.sample import print_sample
         from megatronish.launch.local import launch
         from megatronish.launch.patience import apart

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from megatronish.config.plugins import naming_plugins
 from megatronish.core.errors import RunError
 from megatronish.core.foreign import json_value
-from megatronish.data.readers import Batch
+from megatronish.data.cleaning import EXCERPT, KEEP_ALL, Cleaning, RemovedDocument
+from megatronish.data.readers import Batch, value_under
 from megatronish.data.split_sentences import split_sentences
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,6 +49,12 @@ class EncodingJob:
     append_eod: bool
     split_sentences: bool = False
     """A sequence for each sentence of a document."""
+    cleaning: Cleaning = KEEP_ALL
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Fields of a document that are read."""
+        return tuple(dict.fromkeys((*self.json_keys, *self.cleaning.keys)))
 
 
 class BadLine(NamedTuple):
@@ -73,6 +80,7 @@ class Encoded(NamedTuple):
     sequences: list[list[list[int]]]
     bad_lines: list[BadLine]
     num_bytes: int
+    removed: list[RemovedDocument]
 
 
 class WorkerDiedError(RunError):
@@ -83,10 +91,16 @@ def encode_batch(batch: Batch, job: EncodingJob, tokenizer: Encoder) -> Encoded:
     """Tokens of all good lines of a batch."""
     texts: dict[int, list[str]] = {}  # of the good lines, by their numbers
     bad_lines: dict[int, Exception] = {}
+    reasons: dict[int, tuple[str, str]] = {}  # why a document is left out, and its text
     for number, line in enumerate(batch.lines, batch.first_line):
         if line.strip():
             try:
-                texts[number] = read_line(line, job.json_keys)
+                record = read_record(line)
+                of_line = texts_of(record, job.json_keys)
+                if (why := job.cleaning.reason(record, of_line)) is None:
+                    texts[number] = of_line
+                else:
+                    reasons[number] = why, of_line[0]
             except (ValueError, RecursionError) as error:
                 bad_lines[number] = error
     try:
@@ -98,6 +112,15 @@ def encode_batch(batch: Batch, job: EncodingJob, tokenizer: Encoder) -> Encoded:
                 ids += _encode_lines([of_line], job, tokenizer)
             except ValueError as error:
                 bad_lines[number] = error
+                del texts[number]
+    kept = list[list[list[list[int]]]]()
+    for (number, of_line), of_keys in zip(texts.items(), ids, strict=True):
+        why = job.cleaning.reason_of_length(sum(len(part) for of_key in of_keys for part in of_key))
+        if why is None:
+            kept.append(of_keys)
+        else:
+            reasons[number] = why, of_line[0]
+    ids = kept
     documents = [[_document(parts, job, tokenizer) for parts in of_key] for of_key in zip(*ids, strict=True)]
     documents = documents or [[] for _ in job.json_keys]
     empty = np.empty(0, np.int32)
@@ -109,33 +132,35 @@ def encode_batch(batch: Batch, job: EncodingJob, tokenizer: Encoder) -> Encoded:
             BadLine(batch.path, number, str(error), batch.origin) for number, error in sorted(bad_lines.items())
         ],
         num_bytes=batch.num_bytes,
+        removed=[
+            RemovedDocument(why, batch.path, number, text[:EXCERPT], batch.origin)
+            for number, (why, text) in sorted(reasons.items())
+        ],
     )
 
 
 def read_line(line: bytes, json_keys: Sequence[str]) -> list[str]:
-    """The texts under `json_keys` of a JSON line; ValueError if it has none. `meta.body` is a key inside of `meta`."""
+    """The texts under `json_keys` of a JSON line; ValueError if it has none."""
+    return texts_of(read_record(line), json_keys)
+
+
+def read_record(line: bytes) -> dict[str, Any]:
+    """The object of a JSON line; ValueError if it has none."""
     record = json_value(line.decode("utf-8-sig"))
     if not isinstance(record, dict):
         raise ValueError(f"a line must be a JSON object, not {type(record).__name__}")
+    return record
+
+
+def texts_of(record: dict[str, Any], json_keys: Sequence[str]) -> list[str]:
+    """The texts under `json_keys` of an object; ValueError if it has none. `meta.body` is a key inside of `meta`."""
     texts = []
     for key in json_keys:
-        value = _value(record, key)
+        value = value_under(record, key)
         if not isinstance(value, str):
             raise ValueError(f"key {key!r} must hold text, not {type(value).__name__}")
         texts.append(value)
     return texts
-
-
-def _value(record: dict[str, Any], key: str) -> Any:
-    if key in record:
-        return record[key]
-    outer, dot, inner = key.partition(".")
-    if not dot or not isinstance(record.get(outer), dict):
-        raise ValueError(f"key {key!r} is missing")
-    try:
-        return _value(record[outer], inner)
-    except ValueError:
-        raise ValueError(f"key {key!r} is missing") from None
 
 
 def _encode_lines(lines: Sequence[list[str]], job: EncodingJob, tokenizer: Encoder) -> list[list[list[list[int]]]]:

@@ -16,11 +16,13 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location, RemotePath, is_url
+from megatronish.data.stores import objects_of, open_binary
 
 # Formats that preprocessing does not read: known by the first bytes of a file, with what makes JSON lines of them.
 
@@ -53,7 +55,7 @@ _TABLE = "a table of {}; write each row as a JSON object on a line, for example 
 OTHER_FORMATS = {".csv": _TABLE.format("CSV"), ".tsv": _TABLE.format("TSV"), ".xml": _MARKUP, ".html": _MARKUP}
 
 
-def foreign_format(path: Path, head: bytes) -> str | None:
+def foreign_format(path: Location, head: bytes) -> str | None:
     """What a file is that begins with `head`, and what to do with it; None if it may be JSON."""
     for offset, magic, what in FOREIGN:
         if head[offset : offset + len(magic)] == magic:
@@ -65,7 +67,7 @@ def foreign_format(path: Path, head: bytes) -> str | None:
     start = head.lstrip()
     if start[:5].lower() in (b"<?xml", b"<!doc", b"<html"):
         return _MARKUP
-    ending = next((suffix for suffix in path.suffixes if suffix in OTHER_FORMATS), None)
+    ending = next((suffix for suffix in PurePosixPath(path.name).suffixes if suffix in OTHER_FORMATS), None)
     return OTHER_FORMATS[ending] if ending is not None and start[:1] not in b"{[" else None
 
 
@@ -137,8 +139,10 @@ class OpenInput(NamedTuple):
     text: BinaryIO
 
 
-def input_files(names: Sequence[str | Path]) -> list[Path]:
+def input_files(names: Sequence[str | Location]) -> list[Location]:
     """The files that --input names: files, folders (all files in them with a known ending), patterns (`data/*.jsonl`).
+
+    URLs of object storage (`s3://bucket/data/*.jsonl`) name objects, folders and patterns, too.
 
     What a folder or a pattern names is sorted. UserError for a name that names no file.
     """
@@ -147,7 +151,9 @@ def input_files(names: Sequence[str | Path]) -> list[Path]:
     return [path for name in names for path in _files_of(str(name))]
 
 
-def _files_of(name: str) -> list[Path]:
+def _files_of(name: str) -> Sequence[Location]:
+    if is_url(name):
+        return objects_of(name, ENDINGS)
     path = Path(name)
     if path.is_file():
         return [path]
@@ -164,11 +170,11 @@ def _files_of(name: str) -> list[Path]:
     raise UserError(f"--input {name} is not a file; check the path")
 
 
-def same_names(files: Sequence[Path]) -> list[tuple[Path, Path]]:
+def same_names(files: Sequence[Location]) -> list[tuple[Location, Location]]:
     """Pairs of files that may hold the same texts: a file that is named twice, or with and without its compression."""
-    seen, pairs = dict[Path, Path](), []
+    seen, pairs = dict[PurePosixPath, Location](), []
     for file in files:
-        stem = Path(os.path.realpath(file))
+        stem = PurePosixPath(file.url if isinstance(file, RemotePath) else os.path.realpath(file))
         while stem.suffix in SUFFIXES:
             stem = stem.with_suffix("")
         if stem in seen:
@@ -177,13 +183,13 @@ def same_names(files: Sequence[Path]) -> list[tuple[Path, Path]]:
     return pairs
 
 
-def listed(files: Sequence[Path]) -> str:
+def listed(files: Sequence[Location]) -> str:
     """The names of the first files, and how many more there are."""
     names = ", ".join(map(str, files[:MAX_LISTED]))
     return names if len(files) <= MAX_LISTED else f"{names} and {len(files) - MAX_LISTED:,} more"
 
 
-def text_format_of(path: Path) -> str | None:
+def text_format_of(path: Location) -> str | None:
     """What a file without any good line seems to be, and what to do with it; None if there is nothing to say."""
     if is_parquet(path):
         return None
@@ -195,19 +201,20 @@ def _is_hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def is_parquet(path: Path) -> bool:
+def is_parquet(path: Location) -> bool:
     """Whether a file is Parquet, by its first bytes."""
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
 
 
 @contextmanager
-def open_input(path: Path) -> Iterator[OpenInput]:
+def open_input(path: Location) -> Iterator[OpenInput]:
     """Open a file of JSON text. UserError if its first bytes are those of another format."""
-    with path.open("rb") as raw:
-        compression = _compression_of(path, raw.peek(HEAD_BYTES))
+    with open_binary(path) as raw:
+        head = raw.peek(HEAD_BYTES)  # type: ignore[attr-defined]
+        compression = _compression_of(path, head)
         if compression is None:
-            _refuse_foreign(path, str(path), raw.peek(HEAD_BYTES))
+            _refuse_foreign(path, str(path), head)
             yield OpenInput(raw, raw)
             return
         with compression.open(raw) as text:
@@ -219,7 +226,7 @@ def open_input(path: Path) -> Iterator[OpenInput]:
             yield OpenInput(raw, text)
 
 
-def _compression_of(path: Path, head: bytes) -> Compression | None:
+def _compression_of(path: Location, head: bytes) -> Compression | None:
     """By the first bytes. UserError for a file whose name alone says that it is compressed."""
     if head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F:  # a skippable frame, which pzstd puts first
         return COMPRESSIONS[-1]
@@ -234,14 +241,14 @@ def _compression_of(path: Path, head: bytes) -> Compression | None:
     return compression
 
 
-def _refuse_foreign(path: Path, named: str, head: bytes) -> None:
+def _refuse_foreign(path: Location, named: str, head: bytes) -> None:
     what = foreign_format(path, head)
     if what is not None:
         raise UserError(f"--input {named} is {what}")
 
 
 @contextmanager
-def unpacking(path: Path, where: Callable[[], str]) -> Iterator[None]:
+def unpacking(path: Location, where: Callable[[], str]) -> Iterator[None]:
     """UserError with the place, `where`, in place of what the libraries raise for a file that is broken."""
     try:
         yield
@@ -259,7 +266,7 @@ def unpacking(path: Path, where: Callable[[], str]) -> Iterator[None]:
         raise _damaged(path, where(), error) from error
 
 
-def _damaged(path: Path, where: str, error: Exception) -> UserError:
+def _damaged(path: Location, where: str, error: Exception) -> UserError:
     return UserError(f"--input {path} is damaged {where}: it cannot be unpacked ({error}); copy it again")
 
 

@@ -10,10 +10,10 @@ import hashlib
 import os
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location, RemotePath, location
 from megatronish.data.inputs import (
     ARRAY_OF_OBJECTS,
     BOM,
@@ -23,6 +23,7 @@ from megatronish.data.inputs import (
     optional_library,
     unpacking,
 )
+from megatronish.data.stores import ask, open_binary
 
 NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
 """Pieces of a file that are hashed: a hash of terabytes would take hours. Its time of change is compared, too."""
@@ -51,15 +52,34 @@ class InputFile(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> "InputFile":
-        """Facts of a file as it is now; OSError if it cannot be read."""
-        with Path(path).open("rb") as file:
+        """Facts of a file as it is now; OSError if it cannot be read.
+
+        Of an object the store's own hash or ETag takes the place of a hash of parts, where it has one.
+        """
+        place = location(path)
+        if isinstance(place, RemotePath):
+            facts, identity = ask(place, place.stat), ask(place, place.identity)
+            if identity:
+                return cls(path, facts.st_size, _nanoseconds(facts.st_mtime), identity)
+            with open_binary(place) as file:
+                return cls(path, facts.st_size, _nanoseconds(facts.st_mtime), _hash_of_parts(file, facts.st_size))
+        with place.open("rb") as file:
             state = os.fstat(file.fileno())
-            digest = hashlib.sha256()
-            last = max(state.st_size - SAMPLE_BYTES, 0)
-            for start in sorted({last * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)}):
-                file.seek(start)
-                digest.update(file.read(SAMPLE_BYTES))
-        return cls(path, state.st_size, state.st_mtime_ns, digest.hexdigest())
+            return cls(path, state.st_size, state.st_mtime_ns, _hash_of_parts(file, state.st_size))
+
+
+def _nanoseconds(seconds: float) -> int:
+    """A time that a store has given, which is exact to a millionth of a second at most."""
+    return round(seconds * 1e6) * 1000
+
+
+def _hash_of_parts(file: BinaryIO, size: int) -> str:
+    digest = hashlib.sha256()
+    last = max(size - SAMPLE_BYTES, 0)
+    for start in sorted({last * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)}):
+        file.seek(start)
+        digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 class _Cut(NamedTuple):
@@ -97,7 +117,7 @@ def cut_into_tasks(files: Sequence[InputFile], num_tasks: int) -> list[list[Inpu
 
 def _cuts(file: InputFile, targets: Sequence[int]) -> list[_Cut] | None:
     """The place next to each target at which the file may be cut; None for a file that stays whole."""
-    path = Path(file.path)
+    path = location(file.path)
     if not targets:
         return []
     if is_parquet(path):
@@ -120,11 +140,11 @@ def _next_line(file: BinaryIO, place: int, size: int) -> int:
     return size
 
 
-def _row_groups(path: Path, size: int) -> list[_Cut]:
+def _row_groups(path: Location, size: int) -> list[_Cut]:
     parquet = optional_library("pyarrow.parquet", extra="parquet", what="Parquet files")
     arrow = optional_library("pyarrow", extra="parquet", what="Parquet files")
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_binary(path) as opened, parquet.ParquetFile(opened) as file:
             groups = [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"--input {path} cannot be read: {error}; copy it again") from error
@@ -136,7 +156,7 @@ def lines_before(piece_start: int, path: str) -> int:
     """Lines of a file before a byte at which a line begins. It is asked only where a line is bad: it takes a second a
     gigabyte."""
     count, left = 0, piece_start
-    with Path(path).open("rb") as file:
+    with open_binary(location(path)) as file:
         while left and (block := file.read(min(BLOCK_BYTES, left))):
             count, left = count + block.count(b"\n"), left - len(block)
     return count

@@ -9,7 +9,7 @@ that the files of several keys stay aligned. Blank lines are skipped.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import numpy as np
 
 from megatronish.core.errors import UserError
 from megatronish.core.files import refuse_input_as_output
+from megatronish.core.remote import Location, location
+from megatronish.data.cleaning import KEEP_ALL, MAX_EXAMPLES, Cleaning, RemovedCounts, RemovedDocument
 from megatronish.data.encoding import BadLine, Encoder, EncodingJob, encode_all, signals_held
 from megatronish.data.indexed import IndexedWriter, token_dtype
 from megatronish.data.inputs import input_files, listed, text_format_of
@@ -35,11 +37,13 @@ class Summary:
     tokens: int = 0
     bad_lines: int = 0
     seconds: float = 0.0
+    removed: RemovedCounts = field(default_factory=RemovedCounts)
+    """Documents that cleaning left out."""
 
     @property
     def lines(self) -> int:
         """Lines that are not blank, good and bad ones."""
-        return self.documents + self.bad_lines
+        return self.documents + self.bad_lines + self.removed.total
 
     def __str__(self) -> str:
         done = f"{self.documents:,} documents | {self.tokens:,} tokens | "
@@ -47,13 +51,14 @@ class Summary:
 
 
 def preprocess(
-    inputs: Sequence[str | Path],
+    inputs: Sequence[str | Location],
     output_prefix: str,
     *,
     tokenizer: Callable[[], Encoder],
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
     split_sentences: bool = False,
+    cleaning: Cleaning = KEEP_ALL,
     workers: int = 1,
     strict: bool = False,
     max_bad_fraction: float = 1.0,
@@ -74,7 +79,7 @@ def preprocess(
     for name in names:
         for suffix in (".bin", ".idx"):
             refuse_input_as_output("--output-prefix", Path(name + suffix), files)
-    job = EncodingJob(tokenizer, tuple(json_keys), append_eod, split_sentences)
+    job = EncodingJob(tokenizer, tuple(json_keys), append_eod, split_sentences, cleaning)
     with ExitStack() as stack:
         opened = partial(_open_writer, output_prefix=output_prefix)
         summary = encode_pieces(
@@ -107,7 +112,7 @@ def encode_pieces(
     The writers are those of `open_writer`, which keeps or discards what they wrote.
     """
     summary, start = Summary(), time.monotonic()
-    batches = (batch for piece in pieces for batch in read_batches(Path(piece.path), job.json_keys, piece))
+    batches = (batch for piece in pieces for batch in read_batches(location(piece.path), job.columns, piece))
     dtype = token_dtype(own_tokenizer.vocab_size)
     with signals_held():  # between a file and the note that it must be deleted
         writers = [open_writer(name, dtype) for name in names]
@@ -118,11 +123,21 @@ def encode_pieces(
             for writer, tokens, sequences in zip(writers, encoded.tokens, encoded.sequences, strict=True):
                 writer.add_split_documents(tokens, sequences)
                 summary.tokens += len(tokens)
+            _count_removed(encoded.removed, summary.removed)
             summary.documents += len(encoded.lengths[0])
             summary.bad_lines += len(encoded.bad_lines)
             summary.seconds = time.monotonic() - start
             on_progress(summary, encoded.num_bytes)
     return summary
+
+
+def _count_removed(documents: Sequence[RemovedDocument], removed: RemovedCounts) -> None:
+    for document in documents:
+        shown = removed.examples.setdefault(document.why, [])
+        removed.counts[document.why] = removed.counts.get(document.why, 0) + 1
+        if len(shown) < MAX_EXAMPLES:
+            line = lines_before(document.origin, document.path) + document.line
+            shown.append([document.path, line, document.excerpt])
 
 
 def told_bad_lines(tell: Callable[[BadLine], None], *, strict: bool) -> Callable[[BadLine], None]:
@@ -157,9 +172,16 @@ def check_settings(*, json_keys: Sequence[str], workers: int, max_bad_fraction: 
         raise UserError(f"--max-bad-fraction {max_bad_fraction} must be at least 0 and at most 1; for example 0.01")
 
 
-def refuse_too_few(summary: Summary, files: Sequence[Path], json_keys: Sequence[str], max_bad_fraction: float) -> None:
+def refuse_too_few(
+    summary: Summary, files: Sequence[Location], json_keys: Sequence[str], max_bad_fraction: float
+) -> None:
     """UserError if there is no document, or if too many lines are bad."""
     names, keys = listed(files), ", ".join(json_keys)
+    if summary.documents == 0 and summary.removed.total:
+        raise UserError(
+            f"{names}: cleaning leaves no document ({'; '.join(summary.removed.lines(examples=False))}); correct the "
+            "rule that takes most"
+        )
     if summary.documents == 0:
         seems = next((f"; {path} seems to be {what}" for path in files if (what := text_format_of(path))), "")
         raise UserError(

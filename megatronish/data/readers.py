@@ -7,11 +7,11 @@ read whole: memory does not grow with the input.
 import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location
 from megatronish.data.inputs import (
     ARRAY_OF_OBJECTS,
     BOM,
@@ -23,6 +23,7 @@ from megatronish.data.inputs import (
     unpacking,
 )
 from megatronish.data.pieces import InputPiece
+from megatronish.data.stores import open_binary, size_of
 
 BATCH_BYTES = 1 << 18
 BATCH_ROWS, ROWS_AT_ONCE = 256, 16
@@ -45,7 +46,7 @@ class Batch(NamedTuple):
     origin: int = 0
 
 
-def read_batches(path: Path, json_keys: Sequence[str], piece: InputPiece | None = None) -> Iterator[Batch]:
+def read_batches(path: Location, json_keys: Sequence[str], piece: InputPiece | None = None) -> Iterator[Batch]:
     """Batches of a file, about 256 KiB each, or of a piece of it. UserError if it is another format, or broken."""
     piece = piece or InputPiece(str(path))
     if is_parquet(path):
@@ -64,7 +65,7 @@ def read_batches(path: Path, json_keys: Sequence[str], piece: InputPiece | None 
             done = batch.first_line + len(batch.lines) - 1
 
 
-def _lines(path: Path, file: OpenInput, piece: InputPiece) -> Iterator[Batch]:
+def _lines(path: Location, file: OpenInput, piece: InputPiece) -> Iterator[Batch]:
     if piece.start:
         file.raw.seek(piece.start)
     line, position, begun = 1, piece.start, bytearray()
@@ -100,7 +101,7 @@ def _room(file: OpenInput, piece: InputPiece) -> int:
 class _ArrayText:
     """Text of a file that holds one JSON array, from which elements are taken one after another."""
 
-    def __init__(self, path: Path, file: OpenInput) -> None:
+    def __init__(self, path: Location, file: OpenInput) -> None:
         self._path, self._file = path, file
         self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self._text, self._at = "", 0
@@ -158,7 +159,7 @@ class _ArrayText:
         )
 
 
-def _elements(path: Path, file: OpenInput) -> Iterator[Batch]:
+def _elements(path: Location, file: OpenInput) -> Iterator[Batch]:
     """Elements of a JSON array."""
     array = _ArrayText(path, file)
     lines: list[bytes] = []
@@ -183,13 +184,13 @@ def _elements(path: Path, file: OpenInput) -> Iterator[Batch]:
         yield Batch(str(path), array.taken - len(lines) + 1, lines, file.raw.tell() - position)
 
 
-def _rows(path: Path, json_keys: Sequence[str], piece: InputPiece) -> Iterator[Batch]:
+def _rows(path: Location, json_keys: Sequence[str], piece: InputPiece) -> Iterator[Batch]:
     """Rows of the row groups of a piece of a Parquet file, each an object of the columns that `json_keys` name."""
     parquet = optional_library("pyarrow.parquet", extra="parquet", what="Parquet files")
     arrow = optional_library("pyarrow", extra="parquet", what="Parquet files")
     row = 1
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_binary(path) as opened, parquet.ParquetFile(opened) as file:
             groups = list(range(file.num_row_groups)[piece.start : piece.end])
             names = file.schema_arrow.names
             columns = {key if key in names else key.partition(".")[0] for key in json_keys}
@@ -197,7 +198,7 @@ def _rows(path: Path, json_keys: Sequence[str], piece: InputPiece) -> Iterator[B
                 raise UserError(
                     f"--input {path} has no column {missing[0]}; --json-keys names one or more of {', '.join(names)}"
                 )
-            num_rows, size = max(file.metadata.num_rows, 1), path.stat().st_size
+            num_rows, size = max(file.metadata.num_rows, 1), size_of(path)
             row += sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
             lines, length = list[bytes](), 0
             # A value that is there once may be that of many rows: few of them are unpacked at a time.
@@ -225,3 +226,16 @@ def _as_json(value: Any) -> str | None:
         return value.decode() if isinstance(value, bytes) else None
     except UnicodeDecodeError:
         return None
+
+
+def value_under(record: Mapping[str, Any], key: str) -> Any:
+    """What an object has under a key; ValueError if it has none. `meta.body` is a key inside of `meta`."""
+    if key in record:
+        return record[key]
+    outer, dot, inner = key.partition(".")
+    if not dot or not isinstance(record.get(outer), dict):
+        raise ValueError(f"key {key!r} is missing")
+    try:
+        return value_under(record[outer], inner)
+    except ValueError:
+        raise ValueError(f"key {key!r} is missing") from None

@@ -30,6 +30,8 @@ from megatronish.core.files import (
     write_durably,
     write_quickly,
 )
+from megatronish.core.remote import Location, location
+from megatronish.data.cleaning import Cleaning, RemovedCounts
 from megatronish.data.encoding import BadLine, Encoder, EncodingJob
 from megatronish.data.indexed import CODES, IndexedTokens, IndexedWriter, bin_path, idx_path
 from megatronish.data.pieces import InputFile, InputPiece, cut_into_tasks
@@ -96,7 +98,7 @@ class Plan:
 
 
 def make_plan(
-    prefix: str, files: Sequence[Path], *, num_tasks: int, settings: Mapping[str, Any], tokenizer: str
+    prefix: str, files: Sequence[Location], *, num_tasks: int, settings: Mapping[str, Any], tokenizer: str
 ) -> Plan:
     """Write the plan of these files, `<prefix>.plan.json`. UserError for files that cannot be read."""
     if not 1 <= num_tasks <= MAX_TASKS:
@@ -147,6 +149,7 @@ def _check(plan: Plan) -> None:
         raise ValueError("its json_keys and its plugin must be texts")
     # A key is a part of the names of files: none may lead to another folder.
     check_settings(json_keys=plan.json_keys, workers=1, max_bad_fraction=float(settings["max_bad_fraction"]))
+    Cleaning.of(settings)
     known = {file.path for file in plan.inputs}
     for piece in (piece for pieces in plan.tasks for piece in pieces):
         ends = (piece.start,) if piece.end is None else (piece.start, piece.end)
@@ -189,6 +192,9 @@ class TaskRecord(NamedTuple):
     host: str
     seconds: float
     shards: list[dict[str, Any]]
+    removed: dict[str, int] | None = None
+    """Documents that cleaning left out, by reason."""
+    removed_examples: dict[str, list[list[Any]]] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -297,7 +303,9 @@ def _encode(plan: Plan, number: int, own: Path, run: TaskRun, signs: "_Signs") -
         signs.give(summary.documents)
         run.on_progress(summary, num_bytes)
 
-    job = EncodingJob(run.tokenizer, tuple(plan.json_keys), settings["append_eod"], settings["split_sentences"])
+    job = EncodingJob(
+        run.tokenizer, tuple(plan.json_keys), settings["append_eod"], settings["split_sentences"], Cleaning.of(settings)
+    )
     names = plan.names(str(own / task_name(number)))
     with ExitStack() as stack:
         summary = encode_pieces(
@@ -320,6 +328,8 @@ def _encode(plan: Plan, number: int, own: Path, run: TaskRun, signs: "_Signs") -
         socket.gethostname(),
         round(summary.seconds, 3),
         [_summed(name) for name in names],
+        summary.removed.counts,
+        summary.removed.examples,
     )
 
 
@@ -426,10 +436,19 @@ def whole_result(plan: Plan) -> list[TaskRecord]:
         )
     whole_records = [record for record in records if record is not None]
     total = Summary(sum(each.documents for each in whole_records), 0, sum(each.bad_lines for each in whole_records))
-    files = [Path(file.path) for file in plan.inputs]
+    total.removed = removed_of(whole_records)
+    files = [location(file.path) for file in plan.inputs]
     refuse_too_few(total, files, plan.json_keys, plan.settings["max_bad_fraction"])
     remove_leftover_folders(plan.folder)
     return whole_records
+
+
+def removed_of(records: Sequence[TaskRecord]) -> RemovedCounts:
+    """What cleaning left out in tasks, whose order is that of the input."""
+    removed = RemovedCounts()
+    for record in records:
+        removed.add(RemovedCounts(record.removed or {}, record.removed_examples or {}))
+    return removed
 
 
 def ranges(numbers: Sequence[int]) -> str:

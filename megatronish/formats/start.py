@@ -5,11 +5,11 @@ from typing import cast
 
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import find_checkpoint, read_state
-from megatronish.checkpoint.remote import Location, location
 from megatronish.config.model_source import Start, start_of_state
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.run import CheckpointConfig
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location, location
 from megatronish.formats.hf.config import read_hf_config
 from megatronish.formats.hf.family import CONFIG
 

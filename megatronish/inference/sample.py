@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megatronish.checkpoint.folder import find_checkpoint
-from megatronish.checkpoint.remote import RemotePath, location
 from megatronish.config.config import Config
+from megatronish.core.remote import RemotePath, location
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import load_model
 from megatronish.tokenizer.tokenizer import build_tokenizer, encode_prompt

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatronish.checkpoint.folder import find_checkpoint, read_state
-from megatronish.checkpoint.remote import Location
 from megatronish.core.errors import UserError
 from megatronish.core.files import AtomicFile
+from megatronish.core.remote import Location
 from megatronish.data.chat.dataset import ChatDataset
 from megatronish.data.chat.file import ChatFile
 from megatronish.data.loader import Collator

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megatronish.checkpoint.folder import STATE, DamagedError, read_state
-from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.save import (
     ISLAND,
     MOMENTUM,
@@ -19,6 +18,7 @@ from megatronish.checkpoint.save import (
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, with_fields
+from megatronish.core.remote import Location
 from megatronish.engine.engine import Engine
 from megatronish.model.adapters import is_adapter
 from megatronish.optim.schedules import LearningRateSchedule, build_learning_rate_schedule

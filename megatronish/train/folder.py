@@ -22,7 +22,6 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatronish.checkpoint.checksums import DamagedError
-from megatronish.checkpoint.remote import Location, RemotePath, error_of_start
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, section_of
 from megatronish.config.fields import FIELDS
@@ -33,6 +32,7 @@ from megatronish.core.errors import UserError
 from megatronish.core.files import naming
 from megatronish.core.foreign import shown
 from megatronish.core.private import NO_LINK
+from megatronish.core.remote import Location, RemotePath, error_of_start
 
 # Fields outside [model] that a run and its continuation must share. All other fields may differ.
 FIXED = (

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatronish.checkpoint.remote import is_url
 from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
 from megatronish.config.fields import with_fields
@@ -20,6 +19,7 @@ from megatronish.config.portable import TOKENIZER, relative_to_itself
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.files import AtomicFile, write_quickly
+from megatronish.core.remote import is_url
 from megatronish.formats.tokenizer_files import read_files_of
 
 TEMPLATE = "chat_template.jinja"

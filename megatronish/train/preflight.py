@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from megatronish.checkpoint.folder import find_checkpoint
-from megatronish.checkpoint.remote import is_url, location
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
 from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import UserError, without_passwords
 from megatronish.core.layout import ExpertLayout, Layout
 from megatronish.core.names import OPTIMIZER_NAMES
+from megatronish.core.remote import is_url, location
 from megatronish.estimate.costs.layout_costs import memory_of_stages
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.links.facts import Facts, Needs, nested_facts

@@ -20,13 +20,13 @@ from megatronish.checkpoint.folder import (
     steps_in,
 )
 from megatronish.checkpoint.load import load_tensors, offering_another
-from megatronish.checkpoint.remote import Location, RemotePath, is_url, location
 from megatronish.checkpoint.replicated.copies import NearbyCopies
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.portable import TOKENIZER_PATHS, with_copies
 from megatronish.config.sections.run import CheckpointConfig
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
+from megatronish.core.remote import Location, RemotePath, is_url, location
 from megatronish.engine.engine import Engine
 from megatronish.formats import native
 from megatronish.formats.load_sharded import load_weights, open_hf, upcycled

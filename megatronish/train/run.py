@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megatronish.checkpoint.folder import STATE, find_checkpoint
-from megatronish.checkpoint.remote import RemotePath, location, refuse_unwritable
 from megatronish.config.config import Config
 from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.dump import resolved, write_toml
@@ -19,6 +18,7 @@ from megatronish.config.plugins import import_plugins
 from megatronish.core.aside import Aside
 from megatronish.core.errors import RunError, UserError, without_passwords
 from megatronish.core.figures import no_matplotlib
+from megatronish.core.remote import RemotePath, location, refuse_unwritable
 from megatronish.data.packed import packing_notes
 from megatronish.estimate.room import refuse_without_room
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store

@@ -14,11 +14,11 @@ import torch
 from jobs import call_main, tiny
 from ranks import run_ranks
 
-from megatronish.checkpoint.remote import RemotePath
 from megatronish.checkpoint.replicated import local
 from megatronish.checkpoint.replicated.folders import LONG, OWNER, claim_folder, id_of, remove_folder
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import UserError
+from megatronish.core.remote import RemotePath
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Axis, Mesh
 

@@ -6,14 +6,11 @@ import random
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -21,69 +18,23 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
+from object_stores import NEEDS_S3, Store, names_in, serving_s3
 from planted_kills import kill_after
-from ranks import wait_until
 from saved_runs import read_whole, save_value, saved_value
 
 from megatronish.checkpoint.checksums import Checksums, DamagedError
 from megatronish.checkpoint.folder import new_attempt, remove_incomplete, remove_old, saved_at, steps_in, whole_attempts
-from megatronish.checkpoint.remote import RemotePath, location, objects_below, refuse_unwritable
 from megatronish.checkpoint.save import SaveError
 from megatronish.core.errors import RunError, UserError
+from megatronish.core.remote import RemotePath, location, objects_below, refuse_unwritable
 from megatronish.train.folder import RunMirror
-
-NEEDS_S3 = pytest.mark.skipif(
-    find_spec("moto") is None or find_spec("s3fs") is None,
-    reason="needs a server of S3: pip install s3fs 'moto[server]'",
-)
-
-
-class Store(NamedTuple):
-    """A place for checkpoints, and what a process needs in its environment to reach it."""
-
-    url: str
-    environ: dict[str, str]
-
-    def names(self) -> list[str]:
-        """Names of what lies there, those of checkpoints without the number of their attempt."""
-        return names_in(RemotePath(self.url))
-
-
-def names_in(folder: RemotePath) -> list[str]:
-    """Names of what lies in a folder, those of checkpoints without the number of their attempt."""
-    names = sorted({name.partition("/")[0] for name in folder.sizes()})
-    return [name.partition(".")[0] if name.startswith("step_") else name for name in names]
 
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """A server of S3 on loopback, with one empty bucket."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    environ = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "anybody",
-        "AWS_SECRET_ACCESS_KEY": "anything",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "NO_PROXY": "127.0.0.1",
-    }
-    log = (tmp_path_factory.mktemp("s3") / "log").open("w")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
-    )
-    with pytest.MonkeyPatch.context() as patch, log:
-        for name, value in environ.items():
-            patch.setenv(name, value)
-        try:
-            assert wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, timeout=60)
-            import s3fs
-
-            s3fs.S3FileSystem().mkdir("bucket")
-            yield Store("s3://bucket", environ)
-        finally:
-            server.kill()
-            server.wait()
+    with serving_s3(tmp_path_factory.mktemp("s3") / "log") as store:
+        yield store
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=NEEDS_S3)])

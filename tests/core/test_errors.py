@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from jobs import call_main, run_job, state_of, tiny
 
-from megatronish.checkpoint.remote import RemotePath
 from megatronish.commands.exit_status import exit_status
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
 from megatronish.config.fields import with_fields
 from megatronish.core.errors import RunError, UserError, is_misplaced, without_passwords
 from megatronish.core.files import new_folder
+from megatronish.core.remote import RemotePath
 from megatronish.launch.rank import _describe
 
 PW = "PeW0rd"

@@ -13,11 +13,11 @@ import pytest
 from jobs import run_job, tiny
 from paths import ROOT
 
-from megatronish.checkpoint.remote import _told_as_os_error
 from megatronish.compat.importers.imported import Imported
 from megatronish.config.config import Config
 from megatronish.config.fields import with_fields
 from megatronish.config.read import read_config
+from megatronish.core.remote import _told_as_os_error
 from megatronish.engine.engine import Engine
 from megatronish.launch.elastic import report_to_torchrun
 from megatronish.launch.os_errors import mishap

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 
 from megatronish.commands.preprocess_tasks import main, task_numbers
 from megatronish.core.errors import RunError, UserError
+from megatronish.core.remote import Location
 from megatronish.data import tasks
 from megatronish.data.encoding import WorkerDiedError
 from megatronish.data.indexed import bin_path, idx_path
@@ -82,7 +83,7 @@ def run_of(**changes: Any) -> TaskRun:
     return TaskRun(**{**settings, "on_progress": lambda _summary, _num_bytes: None, **changes})
 
 
-def plan_of(prefix: Path, files: list[Path], num_tasks: int, **changes: Any) -> Plan:
+def plan_of(prefix: Path, files: Sequence[Location], num_tasks: int, **changes: Any) -> Plan:
     return make_plan(str(prefix), files, num_tasks=num_tasks, settings={**SETTINGS, **changes}, tokenizer=DIGEST)
 
 

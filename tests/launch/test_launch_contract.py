@@ -18,8 +18,8 @@ from sweeps import further
 from torchrun import as_pod, torchrun
 
 from megatronish.checkpoint.folder import whole_attempts
-from megatronish.checkpoint.remote import RemotePath
 from megatronish.core.errors import RunError
+from megatronish.core.remote import RemotePath
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 from megatronish.launch.rank import run_here

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megatronish.checkpoint.checksums import Checksums
 from megatronish.checkpoint.folder import find_checkpoint, read_state
-from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.save import save_checkpoint
 from megatronish.checkpoint.storage import CheckpointReader
 from megatronish.checkpoint.tensors import GlobalTensor, read_tensors, stored_shapes
 from megatronish.config.read import read_config
+from megatronish.core.remote import Location
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place

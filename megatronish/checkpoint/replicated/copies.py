@@ -20,7 +20,6 @@ from tqdm import tqdm
 from megatronish.checkpoint.checksums import CHECKSUMS, Checksums, DamagedError
 from megatronish.checkpoint.folder import read_state, steps_in, taken_at
 from megatronish.checkpoint.load import open_checked
-from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.replicated.folders import ID, claim_folder, id_of, remove_folder
 from megatronish.checkpoint.replicated.local import Hosts, choose_folder
 from megatronish.checkpoint.replicated.write import (
@@ -34,6 +33,7 @@ from megatronish.checkpoint.replicated.write import (
 )
 from megatronish.checkpoint.tensors import GlobalTensor, files_for
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location
 from megatronish.parallel.all_or_none import all_or_none, from_all, from_one
 from megatronish.parallel.mesh import Axis
 

@@ -22,9 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatronish.checkpoint.remote import Location, RemotePath
 from megatronish.core.files import write_durably
 from megatronish.core.private import private_folder
+from megatronish.core.remote import Location, RemotePath
 
 # Identity of a run's copies: 32 hexadecimal digits in a file among its checkpoints, and the place of that file.
 #

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
-from megatronish.checkpoint.remote import location
 from megatronish.checkpoint.replicated.copies import NearbyCopies
 from megatronish.checkpoint.save import HostCopies, in_background
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
+from megatronish.core.remote import location
 from megatronish.engine.engine import Engine
 from megatronish.launch.os_errors import is_lost_rank
 from megatronish.parallel.mesh import new_axis

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from megatronish.checkpoint.folder import remove_old
-from megatronish.checkpoint.remote import Location
 from megatronish.checkpoint.save import HostCopies, SaveError, in_background, save_checkpoint
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.sections.run import CheckpointConfig
+from megatronish.core.remote import Location
 from megatronish.engine.results import NotFiniteError
 from megatronish.launch.os_errors import is_lost_rank
 from megatronish.parallel.mesh import Mesh

@@ -1,4 +1,4 @@
-"""Paths on object storage (s3://bucket/run, gs://..., any URL of fsspec) with the part of pathlib that checkpoints use.
+"""Paths on object storage (s3://bucket/run, gs://..., any URL of fsspec) with the part of pathlib that is used here.
 
 An object is written whole or not at all, and is never renamed. Reads ask for ranges: a rank that needs a part of a file
 fetches that part, in blocks, and nothing is kept on a disk. Whatever a store raises becomes an OSError here, so callers
@@ -69,6 +69,12 @@ def _walks(fs: Any) -> bool:
 BLOCK_BYTES = 8 * 2**20
 """Bytes that one request reads ahead: ranks of the layout that was saved read their file from end to end."""
 
+CONTENT_KEYS = ("ETag", "etag", "sha256", "md5Hash", "blob_id", "Content-MD5", "Digest")
+"""Names under which stores give what changes with the content of an object."""
+
+PACKAGES = {"s3": "megatronish[s3]", "s3a": "megatronish[s3]", "hf": "huggingface_hub"}
+"""What is installed for a protocol where it is not fsspec[protocol]."""
+
 MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 """What a user has to correct, by classes: fsspec gives many of its errors no number."""
 
@@ -128,7 +134,14 @@ class RemotePath:
         info = self._call("info")
         at = next((info[key] for key in ("LastModified", "mtime", "created", "updated") if info.get(key)), 0.0)
         mode = stat.S_IFDIR if info["type"] == "directory" else stat.S_IFREG
+        if info["type"] == "file" and info["size"] is None:
+            raise OSError(errno.EINVAL, "the server does not say how long it is; copy it to a disk first", str(self))
         return RemoteStatus(info["size"] or 0, mode, float(at.timestamp() if hasattr(at, "timestamp") else at))
+
+    def identity(self) -> str:
+        """What the store says of the content: its ETag or a hash. "" if it says nothing."""
+        info = self._call("info")
+        return next((str(info[key]) for key in CONTENT_KEYS if info.get(key)), "")
 
     def sizes(self) -> dict[str, int]:
         """Sizes in bytes of all objects in the folder, by name relative to it: one listing, however many they are."""
@@ -149,6 +162,12 @@ class RemotePath:
     def read_bytes(self) -> bytes:
         """Content of the object."""
         return bytes(self._call("cat_file"))
+
+    def read_range(self, start: int, end: int) -> bytes:
+        """Bytes `start` to `end` of the object."""
+        fs, path = self._opened()
+        with _told_as_os_error(self.url):
+            return bytes(fs.cat_file(path, start=start, end=end))
 
     def read_text(self) -> str:
         """Content of the object, text in UTF-8."""
@@ -224,7 +243,7 @@ class RemotePath:
             with _told_as_os_error(self.url):
                 fs, path = url_to_fs(self.url, **options)
         except ImportError as error:
-            extra = "megatronish[s3]" if protocol in ("s3", "s3a") else f"fsspec[{protocol}]"
+            extra = PACKAGES.get(protocol, f"fsspec[{protocol}]")
             raise UserError(f"{self.url} needs a package that is missing ({error}); pip install '{extra}'") from error
         return fs, path
 
