@@ -1,5 +1,6 @@
 """Tests of families with experts against transformers: equal logits on ep 1, 2 and 4, both forms of the weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from conversions import logits_of, to_hf, to_ours
 from expert_models import CONFIGS, write_family
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatronish.commands.convert import main
@@ -14,6 +16,7 @@ from megatronish.core.errors import UserError
 from megatronish.formats.hf.families import FAMILIES
 from megatronish.formats.hf.llama import llama_tensors_with
 from megatronish.formats.prove import compare_logits
+from megatronish.formats.safetensors import FILE
 
 pytestmark = pytest.mark.peers("transformers")
 peer: Any = pytest.importorskip(
@@ -81,6 +84,23 @@ def test_a_conversion_proves_itself(tmp_path: Path, name: str, capsys: pytest.Ca
     assert main(words.split()) == 0
     output = capsys.readouterr().out
     assert output.count("bit for bit") == output.count("proved: logits of 2 x 16 random tokens differ from those") == 2
+
+
+def test_a_conversion_of_weights_in_fp8_proves_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = write_family(tmp_path / "theirs", "qwen3_moe")
+    path = theirs / FILE
+    tensors = load_file(path)
+    for name, tensor in list(tensors.items()):
+        if name.endswith("_proj.weight"):  # each is one block
+            scale = tensor.abs().max() / 448
+            tensors |= {name: (tensor / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.view(1, 1)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = json.loads((theirs / "config.json").read_text()) | {"quantization_config": settings}
+    (theirs / "config.json").write_text(json.dumps(config))
+    assert main(f"--from hf --to megatronish --load {theirs} --save {tmp_path / 'ours'} --prove".split()) == 0
+    output = capsys.readouterr().out
+    assert "bit for bit" in output and f"of the weights of {theirs} as they are read" in output
 
 
 def test_a_wrong_rule_of_names_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
