@@ -134,6 +134,8 @@ SHAPES = {
     "nemotron": NEMOTRON,
     "gpt-oss": GPT_OSS,
     "latent": LATENT,
+    "ahead": replace(LLAMA, mtp_num_layers=2),
+    "tied, ahead": replace(GPT2, mtp_num_layers=1),
 }
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "transformer_impl": impl}
@@ -151,7 +153,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", some_of(SHAPES, ["gpt2", "shared heads", "gpt-oss", "latent"]))
+@pytest.mark.parametrize("name", some_of(SHAPES, ["gpt2", "shared heads", "gpt-oss", "latent", "tied, ahead"]))
 def test_every_layout_comes_back_and_becomes_every_other(tmp_path: Path, name: str) -> None:
     expected = random_model(SHAPES[name])
     for number, layout in enumerate(LAYOUTS):
@@ -524,7 +526,9 @@ def test_what_is_no_weight_is_passed_over_and_what_is_unknown_is_left(tmp_path: 
 
     rewrite(tmp_path / "a", add)
     description, theirs = megatron.read(tmp_path / "a")
-    assert description.left_out["mtp.layers.0.enorm.weight"] == "of multi-token prediction, which is not read here"
+    assert description.left_out["mtp.layers.0.enorm.weight"] == (
+        "of multi-token prediction, of which its arguments say nothing"
+    )
     assert to_ours(theirs, megatron.rules(description)).left_over == ("binary_head.weight",)
 
 

@@ -14,7 +14,11 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -23,7 +27,7 @@ from torch import Tensor
 
 from megatronish.formats.megatron import read as megatron
 from megatronish.formats.weights import Description, LazyTensor, to_ours
-from megatronish.model.batch import MicroBatch
+from megatronish.model.batch import MicroBatch, TokensAhead
 from megatronish.model.gpt import GPT
 
 VOCAB_SIZE, SEQ_LENGTH = 30, 8
@@ -71,6 +75,7 @@ DEFAULTS: dict[str, Any] = {
     "softmax_type": "vanilla",
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
+    "mtp_num_layers": None,
     "window_attn_skip_freq": None,
     "no_rope_freq": None,
     "params_dtype": torch.float32,
@@ -201,6 +206,18 @@ TYPED: dict[str, dict[str, Any]] = {
         "moe_router_enable_expert_bias": True,
         "moe_shared_expert_intermediate_size": 20,
     },
+    "llama, two ahead": EXPERTS
+    | {"group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False, "mtp_num_layers": 2},
+    "tied, one ahead": {"position_embedding_type": "rope", "mtp_num_layers": 1},
+    "deepseek-v3, ahead": LATENT
+    | {
+        "num_experts": 4,
+        "moe_router_dtype": "fp32",
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_ffn_hidden_size": 12,
+        "moe_shared_expert_intermediate_size": 20,
+        "mtp_num_layers": 1,
+    },
     "nemotron": {
         "kv_channels": 8,
         "position_embedding_type": "rope",
@@ -271,9 +288,13 @@ def their_model(args: Namespace) -> Any:
     for layer in getattr(spec, "layer_specs", [spec]):
         if args.multi_latent_attention:
             layer.submodules.self_attention.submodules.core_attention = CoreOfLatents
+    ahead = None
+    if args.mtp_num_layers:
+        ahead = get_gpt_mtp_block_spec(kind(**config), spec, use_transformer_engine=False)
     model = GPTModel(
         kind(**config),
         spec,
+        mtp_block_spec=ahead,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -304,15 +325,54 @@ def their_logits(model: Any, args: Namespace) -> Tensor | None:
         hidden = torch.empty(SEQ_LENGTH, 2, args.hidden_size)
         dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(hidden)
+    model.config.mtp_num_layers = None  # losses of multi-token prediction want labels; its places come last
     output = model(tokens(), positions(), None)
     if not model.post_process:
         dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
         return None
-    return output[..., :VOCAB_SIZE]
+    return output[:, :SEQ_LENGTH, :VOCAB_SIZE]
+
+
+def their_losses_ahead(model: Any, args: Namespace) -> list[float]:
+    """The mean loss of each depth of multi-token prediction, of tokens that follow in the row."""
+    seen: list[Tensor] = []
+    handle = model.mtp.register_forward_hook(lambda *given: seen.append(given[-1].detach()))
+    model(tokens(), positions(), None, labels=tokens())
+    handle.remove()
+    losses, head = [], model.shared_embedding_or_output_weight() if model.output_layer.weight is None else None
+    weight = model.output_layer.weight if head is None else head
+    for depth, hidden in enumerate(seen[0].chunk(1 + args.mtp_num_layers)[1:], 1):
+        logits = (hidden @ weight.t())[: SEQ_LENGTH - 1 - depth, :, :VOCAB_SIZE].transpose(0, 1)
+        losses.append(
+            float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens()[:, 1 + depth :].flatten()))
+        )
+    return losses
+
+
+def our_losses_ahead(description: Description, tensors: Mapping[str, LazyTensor]) -> list[float]:
+    """The same of our model."""
+    gpt = _filled(description, tensors)
+    labels = torch.nn.functional.pad(tokens()[:, 1:], (0, 1))
+    mask = torch.ones_like(labels, dtype=torch.bool)
+    mask[:, -1] = False
+    batch = MicroBatch(tokens(), labels, mask, positions(), torch.arange(2))
+    ahead = TokensAhead.of(batch, description.model.num_depths)
+    with torch.no_grad():
+        losses = gpt(None, batch.with_ahead(ahead), step=None)[1:].transpose(1, 2)
+    return [float(each[inside].mean()) for each, inside in zip(losses, ahead.loss_mask, strict=True)]
 
 
 def our_logits(description: Description, tensors: Mapping[str, LazyTensor]) -> Tensor:
     """Logits [B, S, V] of our model."""
+    gpt = _filled(description, tensors)
+    batch = MicroBatch(tokens(), tokens(), torch.ones_like(tokens(), dtype=torch.bool), positions(), torch.arange(2))
+    with torch.no_grad():
+        logits = gpt.logits(gpt.hidden(None, batch, step=None)).transpose(0, 1)
+    return logits[..., : description.vocab_size]
+
+
+def _filled(description: Description, tensors: Mapping[str, LazyTensor]) -> GPT:
+    """Our model with these weights."""
     gpt = GPT(description.model, vocab_size=description.vocab_size, num_positions=description.num_positions).eval()
     for name, state in gpt.state().items():
         state.copy_(tensors[name].read())
@@ -320,10 +380,7 @@ def our_logits(description: Description, tensors: Mapping[str, LazyTensor]) -> T
         values = tensors[name].read()
         parameter.data.zero_()
         parameter.data[tuple(map(slice, values.shape))] = values
-    batch = MicroBatch(tokens(), tokens(), torch.ones_like(tokens(), dtype=torch.bool), positions(), torch.arange(2))
-    with torch.no_grad():
-        logits = gpt.logits(gpt.hidden(None, batch, step=None)).transpose(0, 1)
-    return logits[..., : description.vocab_size]
+    return gpt
 
 
 def in_our_names(folder: Path, **how: Any) -> tuple[Description, dict[str, LazyTensor]]:

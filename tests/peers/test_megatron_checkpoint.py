@@ -41,8 +41,10 @@ from core_models import (  # noqa: E402
     arguments,
     in_our_names,
     our_logits,
+    our_losses_ahead,
     the_peer,
     their_logits,
+    their_losses_ahead,
     their_model,
     tokens,
 )
@@ -102,6 +104,17 @@ def save_as_they_do(folder: Path, model: Any, args: Namespace) -> None:
     }
     torch.save(content, path)
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+AHEAD = [name for name in TYPED if TYPED[name].get("mtp_num_layers")]
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_predictions_ahead_are_those_of_the_peer(tmp_path: Path, alone: None, name: str) -> None:
+    args = arguments(name, 1, 1)
+    model = their_model(args)
+    save_as_they_do(tmp_path, model, args)
+    assert our_losses_ahead(*in_our_names(tmp_path)) == pytest.approx(their_losses_ahead(model, args), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", TYPED)
@@ -192,7 +205,7 @@ def save_on_rank(
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", ["gpt2", "llama 3", "multi-query", "qwen", "gpt-oss", "latent"])
+@pytest.mark.parametrize("name", ["gpt2", "llama 3", "multi-query", "qwen", "gpt-oss", "latent", *AHEAD[:2]])
 def test_so_it_is_in_layouts_of_two_ranks(tmp_path: Path, name: str, tp_size: int, pp_size: int) -> None:
     ours = write_here(tmp_path / "ours", name, tp_size, pp_size)
     theirs = run_ranks(2, load_on_rank, tmp_path / "ours", tp_size, pp_size)[-1]

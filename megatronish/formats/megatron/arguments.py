@@ -50,6 +50,8 @@ SAME = (
     "hidden_dropout",
     "init_method_std",
     "make_vocab_size_divisible_by",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
 )
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 LINEAR_SCALING = "rotary_seq_len_interpolation_factor"

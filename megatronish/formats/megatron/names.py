@@ -6,6 +6,8 @@
         mp_rank_TT_PPP/model_optim_rng.pt          of tensor rank TT and stage PPP
         mp_rank_TT_PPP_EEE/model_optim_rng.pt      of expert rank EEE, too, where experts are cut (grid.py)
 
+Layers of multi-token prediction are mtp.layers.D there, D from 0 on; here they have the numbers after the others.
+
 The names here are those of megatron-core's layers on Transformer Engine, Megatron-LM's default, with global layer
 numbers: the norms before attention and MLP belong to the linear layers that follow them. Megatron-core's own layers
 ("local") and models older than megatron-core have other names for the same tensors; `canonical_name` translates them.
@@ -39,10 +41,13 @@ FILE = "model_optim_rng.pt"
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+PREDICTED = re.compile(r"mtp\.layers\.(\d{1,9})\.(?:transformer_layer\.)?(.+)")
+OF_PREDICTION = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")
+"""What a layer of multi-token prediction has around its transformer layer."""
 BEFORE_CORE = "language_model."
 BERT_HEAD = "lm_head.dense."  # in all versions; a T5 has an lm_head without it
 CROSS_ATTENTION = ("cross_attention.", "inter_attention.")  # of decoders that read an encoder, since and before core
-PREDICTION = "of multi-token prediction, which is not read here"
+PREDICTION = "of multi-token prediction, of which its arguments say nothing"
 NO_WEIGHTS = ("_extra_state", "inv_freq")  # states of Transformer Engine and buffers of old rotary embeddings
 
 # Our modules and theirs; {} is weight or bias.
@@ -56,6 +61,10 @@ IN_A_LAYER = {
     "mlp_norm": "mlp.linear_fc1.layer_norm_{}",
     "mlp.fc1": "mlp.linear_fc1.{}",
     "mlp.fc2": "mlp.linear_fc2.{}",
+    "embedding_norm": "enorm.{}",
+    "hidden_norm": "hnorm.{}",
+    "projection": "eh_proj.{}",
+    "final_norm": "final_layernorm.{}",
 } | latent.NAMES
 AROUND_LAYERS = {
     "embedding.tokens": "embedding.word_embeddings.{}",
@@ -97,7 +106,33 @@ def canonical_name(name: str) -> str:
     name = _renamed(name, RENAMED)
     if match := LAYER.fullmatch(name):
         return f"decoder.layers.{match[1]}.{_renamed(match[2], RENAMED_IN_A_LAYER)}"
+    if match := PREDICTED.fullmatch(name):
+        return f"mtp.layers.{match[1]}.{_renamed(match[2], RENAMED_IN_A_LAYER)}"
     return name
+
+
+def numbered(name: str, model: ModelConfig) -> str:
+    """A canonical name in which layers of multi-token prediction have the numbers after those of the model's others.
+
+    Without such layers it stays as it is.
+    """
+    match = PREDICTED.fullmatch(name)
+    if match is None or int(match[1]) >= model.num_depths:
+        return name
+    return f"decoder.layers.{model.num_layers + int(match[1])}.{match[2]}"
+
+
+def name_of_layer(layer: int, rest: str, model: ModelConfig) -> str:
+    """Name in a file of a tensor of a layer, whose number counts all layers: inverse of `numbered`."""
+    if layer < model.num_layers:
+        return f"decoder.layers.{layer}.{rest}"
+    inner = "" if rest.startswith(OF_PREDICTION) else "transformer_layer."
+    return f"mtp.layers.{layer - model.num_layers}.{inner}{rest}"
+
+
+def has_experts(layer: int, model: ModelConfig) -> bool:
+    """Whether a layer has experts; those of multi-token prediction are as the last of the others."""
+    return model.expert_layers[min(layer, model.num_layers - 1)]
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:
@@ -138,21 +173,12 @@ def megatron_name(name: str) -> str:
 
 
 def rules(description: Description) -> list[TensorRule]:
-    """Rules for all tensors of a model but those of multi-token prediction, which are neither read nor written.
-
-    UserError for a model that Megatron-LM cannot have.
-    """
+    """Rules for all tensors of a model; UserError for one that Megatron-LM cannot have."""
     check_counterpart(description.model)
     tensor_rules: list[TensorRule] = []
-    for name, sharding in _main_shardings(description).items():
+    for name, sharding in description.shardings().items():
         tensor_rules += _of_experts(name, sharding) or [_rule(name, description.model)]
     return tensor_rules
-
-
-def _main_shardings(description: Description) -> dict[str, Sharding]:
-    """Shardings of all parameters but those of multi-token prediction."""
-    model = dataclasses.replace(description.model, mtp_num_layers=None)
-    return dataclasses.replace(description, model=model).shardings()
 
 
 def _of_experts(name: str, sharding: Sharding) -> list[TensorRule]:
@@ -194,7 +220,7 @@ def cuts(description: Description, *, padded_vocab_size: int, cuts_ways_down: bo
     `cuts_ways_down`: those to latents are cut, too, as in megatron-core's own layers.
     """
     shardings: dict[str, Sharding] = {}
-    for name, sharding in _main_shardings(description).items():
+    for name, sharding in description.shardings().items():
         if of_experts := _of_experts(name, sharding):
             one = expert_sharding(sharding) if len(sharding.shape) > 2 else sharding
             shardings |= {theirs: one for rule in of_experts for theirs in rule.theirs}
@@ -202,6 +228,8 @@ def cuts(description: Description, *, padded_vocab_size: int, cuts_ways_down: bo
         theirs = megatron_name(name)
         if theirs in (EMBEDDING, HEAD):
             sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp", (padded_vocab_size,)),))
+        elif theirs.endswith(".eh_proj.weight"):  # ours is whole on every rank
+            sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp"),))
         elif (".linear_qkv." in theirs and sharding.cuts) or (cuts_ways_down and latent.WAY_DOWN.fullmatch(theirs)):
             sharding = dataclasses.replace(sharding, cuts=(Cut(0, "tp"),))  # groups stay whole; its norm is not cut
         shardings[theirs] = sharding

@@ -147,6 +147,8 @@ def flags_to_type(args: Mapping[str, Any]) -> list[str]:
         flags.append(f"--no-bias-swiglu-fusion --glu-linear-offset {args['glu_linear_offset']}")
     if args["softmax_type"] != "vanilla":
         flags.append(f"--softmax-type {args['softmax_type']}")
+    if args["mtp_num_layers"]:
+        flags.append(f"--mtp-num-layers {args['mtp_num_layers']}")
     flags += [f"--{name.replace('_', '-')} '{args[name]}'" for name in PATTERNS if args[name] is not None]
     if args["quick_geglu"] or (args["add_bias_linear"] and not args["swiglu"] and not args["bias_gelu_fusion"]):
         flags.append("--no-bias-gelu-fusion")

@@ -38,6 +38,7 @@ from megatronish.formats.megatron.names import (
     canonical_name,
     cuts,
     local_shape,
+    numbered,
     place,
     refuse_encoder,
     rules,
@@ -213,7 +214,11 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
     left_out |= {name: PREDICTION for name in parts if name.startswith("mtp.")}
     parts = {name: of_name for name, of_name in parts.items() if name not in left_out}
     tensors = {name: _merged(folder, name, ranks, wanted.get(name)) for name, ranks in parts.items()}
-    if copies is not None:
+    if copies is not None and model.num_depths:  # where they embed further tokens, the head reads that embedding
+        left_out[HEAD] = (
+            "a head of the last stage, of which nothing is read: layers of multi-token prediction are there"
+        )
+    elif copies is not None:
         of_first = parts[EMBEDDING]
         tensors[EMBEDDING] = _with_copy(tensors[EMBEDDING], of_first, copies, folder)
         left_out[HEAD] = "the last stage's copy of the embedding, compared with it when that is read"
@@ -248,7 +253,7 @@ def _by_global_name(ranks: list[list[RankFile]], folder: Path, model: ModelConfi
             for name, tensors in parts.items():
                 if match := LAYER.fullmatch(name):
                     name = f"decoder.layers.{num_layers + int(match[1])}.{match[2]}"
-                by_name.setdefault(name, tensors)
+                by_name.setdefault(numbered(name, model), tensors)
             num_layers += len(numbers)
     if num_layers != model.num_layers:
         raise UserError(

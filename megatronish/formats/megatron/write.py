@@ -7,7 +7,7 @@ to all of them. Stages are written one after the other.
 import logging
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,8 +29,10 @@ from megatronish.formats.megatron.names import (
     LAYER,
     RELEASE,
     cuts,
+    has_experts,
     local_name,
     local_shape,
+    name_of_layer,
     place,
 )
 from megatronish.formats.megatron.our_arguments import arguments_of, flags_to_type
@@ -132,7 +134,7 @@ class _Stage(NamedTuple):
     pp: int
     transformer_impl: TransformerImpl
 
-    def names(self, names: Iterable[str]) -> Iterator[tuple[str, str, int | None]]:
+    def names(self, names: Collection[str]) -> Iterator[tuple[str, str, int | None]]:
         """(name in a file, global name, expert rank) of every tensor of the stage; without a rank, all have it."""
         model, is_grouped = self.model, self.transformer_impl == "transformer_engine"
         per_stage, last = model.num_layers // self.grid.pp, self.grid.pp - 1
@@ -143,15 +145,18 @@ class _Stage(NamedTuple):
                     assert model.num_experts is not None
                     ep, number = divmod(int(expert[2]), model.num_experts // self.grid.ep)
                     rest = f"{rest.removesuffix(expert[2])}{number}"
-                if model.expert_layers[layer]:
+                if has_experts(layer, model):
                     rest = name_in_file(rest, is_grouped=is_grouped)
                 if model.multi_latent_attention:
                     rest = name_of_norms(rest, is_local=not is_grouped)
-                if layer // per_stage == self.pp:
-                    here = f"decoder.layers.{layer % per_stage}.{rest}"
+                stage, number = (last, layer) if layer >= model.num_layers else divmod(layer, per_stage)
+                if stage == self.pp:
+                    here = name_of_layer(number, rest, model)
                     yield here if is_grouped else local_name(here), name, ep
             elif self.pp == (0 if name.startswith("embedding.") else last):
                 yield name, name, None
+        if 0 < last == self.pp and model.num_depths:  # layers of multi-token prediction embed further tokens there
+            yield from ((name, name, None) for name in names if name.startswith("embedding."))
         if model.tied and 0 < last == self.pp:
             yield HEAD, EMBEDDING, None
 

@@ -21,7 +21,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.megatron.experts import name_in_file
 from megatronish.formats.megatron.latent import name_of_norms
-from megatronish.formats.megatron.names import PREDICTION, canonical_name
+from megatronish.formats.megatron.names import PREDICTION, canonical_name, has_experts, name_of_layer, numbered
 
 IN_A_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?(\D.*)")
 HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
@@ -30,7 +30,6 @@ EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d{1,9})\.)?(linear_fc[12]\.wei
 
 NO_WEIGHTS = {
     r"(chained_\d+\.)?optimizer\.": "the state of Megatron-LM's optimizer",
-    r"mtp\.": PREDICTION,
     r".*(_extra_state|inv_freq)(/.*)?$": "a state or a buffer of Megatron-LM that is no weight",
     r".*\.(local_)?tokens_per_expert$": "a state or a buffer of Megatron-LM that is no weight",
 }
@@ -44,8 +43,10 @@ class TensorPart(NamedTuple):
     at: tuple[int, ...] = ()
 
 
-def reason_to_leave_out(key: str) -> str | None:
+def reason_to_leave_out(key: str, model: ModelConfig) -> str | None:
     """Why a tensor is no weight of the model; None for weights."""
+    if key.startswith("mtp.") and model.num_depths == 0:
+        return PREDICTION
     return next((reason for pattern, reason in NO_WEIGHTS.items() if re.match(pattern, key)), None)
 
 
@@ -71,6 +72,7 @@ def parts_by_name(listed: Mapping[str, ListedTensor], model: ModelConfig) -> dic
 
 def _rows(whole: str, key: str, shape: tuple[int, ...], model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names of the tensors in one of the files, each with its index in the first dims: layer, then expert."""
+    whole = numbered(whole, model)
     match = IN_A_LAYER.fullmatch(whole)
     if match is None:
         yield canonical_name(whole), ()
@@ -109,13 +111,13 @@ def keys_of(name: str, model: ModelConfig, *, is_local: bool) -> tuple[str, ...]
     if match is None:
         return (name,)
     layer, rest = int(match[1]), match[2]
-    if model.expert_layers[layer]:
+    if has_experts(layer, model):
         rest = re.sub(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)", r"mlp.experts.experts.\2.\1", rest)
         if not is_local:
             rest = name_in_file(rest, is_grouped=True)
     if model.multi_latent_attention:
         rest = name_of_norms(rest, is_local=is_local)
-    key = f"decoder.layers.{layer}.{rest}"
+    key = name_of_layer(layer, rest, model)
     is_halved = model.is_gated and re.fullmatch(r".*\.linear_fc1\.(weight|bias)", key)
     return tuple(f"{key}_{half}" for half in HALVES) if is_halved else (key,)
 
@@ -126,8 +128,8 @@ def states_of(keys: Iterable[str], *, is_local: bool) -> list[str]:
     Transformer Engine has more of them, norms and the core of attention among them, depending on its version: those
     that a version does not have are passed over.
     """
-    kind = r".*\.linear_[a-z0-9_]+" if is_local else r"(?:.*\.)?[a-z0-9_]+"
-    pattern = rf"(decoder\.{kind})\.weight(_[wv])?"
+    kind = r".*\.(?:linear_[a-z0-9_]+|eh_proj)" if is_local else r"(?:.*\.)?[a-z0-9_]+"
+    pattern = rf"((?:decoder|mtp)\.{kind})\.weight(_[wv])?"
     modules = dict.fromkeys(match[1] for key in keys if (match := re.fullmatch(pattern, key)))
     if not is_local:
         layers = [match[1] for name in modules if (match := re.fullmatch(r"(.*\.self_attention)\.linear_proj", name))]

@@ -27,9 +27,9 @@ def read(folder: Path, *, vocab_size: int | None = None) -> Model:
     except UserError as error:
         raise UserError(f"{folder / COMMON} cannot be converted: {error}") from error
     files = DistributedFiles(folder)
-    left_out = {key: reason for key in files.tensors if (reason := reason_to_leave_out(key))}
+    left_out = {key: reason for key in files.tensors if (reason := reason_to_leave_out(key, model))}
     kept = {key: listed for key, listed in files.tensors.items() if key not in left_out}
-    left_out |= {key: reason_to_leave_out(key) or OBJECT for key in files.objects}
+    left_out |= {key: reason_to_leave_out(key, model) or OBJECT for key in files.objects}
     refuse_encoder(folder, kept)
     files.check(kept)
     # 2. Their parts by our names of Megatron-LM's tensors, and the shapes that the arguments ask for.
