@@ -6,6 +6,7 @@ from megatronish.checkpoint.folder import find_checkpoint as find_checkpoint
 from megatronish.checkpoint.load import load_tensors as load_tensors
 from megatronish.checkpoint.save import save_checkpoint as save_checkpoint
 from megatronish.commands.configuration import read_config as read_config
+from megatronish.commands.language_model import LanguageModel as LanguageModel
 from megatronish.commands.pretrain import pretrain as pretrain
 
 # Configuration
@@ -46,7 +47,6 @@ from megatronish.inference.generate import GeneratedToken as GeneratedToken
 from megatronish.inference.generate import Sampling as Sampling
 from megatronish.inference.generate import generate as generate
 from megatronish.inference.load import load_model as load_model
-from megatronish.language_model import LanguageModel as LanguageModel
 
 # Ranks
 from megatronish.launch.place import Place as Place

@@ -55,7 +55,6 @@ ROWS = (
     ("train",),
     ("inference", "plugins", "dry_run", "verify"),
     ("commands",),
-    ("language_model",),
     ("__main__",),
 )
 ROW_OF = {part: number for number, row in enumerate(ROWS) for part in row}
@@ -103,7 +102,7 @@ WITHOUT_TORCH = (
     "__main__.py",
     "commands/*.py",
 )
-RUNS_A_MODEL = {"chat", "evaluate", "generate", "model_loading", "perplexity", "probing", "serve"}
+RUNS_A_MODEL = {"chat", "evaluate", "generate", "language_model", "model_loading", "perplexity", "probing", "serve"}
 """Modules of commands/ that import torch: they are imported once the flags are read."""
 SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 

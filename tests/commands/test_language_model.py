@@ -6,8 +6,8 @@ import pytest
 from chat_models import write_chat_model
 
 from megatronish import LanguageModel
+from megatronish.commands.language_model import words_of
 from megatronish.core.errors import UserError
-from megatronish.language_model import words_of
 
 ANSWER = "the answer is blue"
 CHATS = [{"messages": [{"role": "user", "content": "colour"}, {"role": "assistant", "content": ANSWER}]}] * 32
