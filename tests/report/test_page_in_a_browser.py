@@ -11,6 +11,7 @@ from megatronish.report.page.write import write_page
 TITLES = ["Layout", "Where the time went", "Schedule", "Experts", "Events"]
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
 @pytest.mark.parametrize("width", [1300, 400])
 def test_a_browser_draws_every_part_of_a_page(tmp_path: Path, width: int) -> None:
