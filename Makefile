@@ -5,8 +5,11 @@ PYTHON ?= python3
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 STORES_VENV ?= .venv-stores
+TRITON_VENV ?= .venv-triton
+DOCS_VENV ?= .venv-docs
 PRETRAIN_FLAGS ?=
 FINETUNE_FLAGS ?=
+BYTES_FLAGS ?=
 GPU_REPORT_FLAGS ?=
 BENCH_FLAGS ?=
 WORKERS ?= 2
@@ -17,6 +20,8 @@ RUN = $(VENV)/bin/python
 READY = $(VENV)/.megatronish-requirements
 PEERS_READY = $(PEERS_VENV)/.megatronish-requirements
 STORES_READY = $(STORES_VENV)/.megatronish-requirements
+TRITON_READY = $(TRITON_VENV)/.megatronish-requirements
+DOCS_READY = $(DOCS_VENV)/.megatronish-requirements
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 TORCH = "$$(grep '^torch==' requirements.txt)"
 BENCH_READY = $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.megatronish-requirements,$(wildcard benchmarks/environments/*.txt))
@@ -37,6 +42,15 @@ quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, on
 finetune: demo/python_text_document.idx ## LoRA on questions and answers, on 4 local ranks: data, audit, answers before and after, exports
 	$(RUN) examples/finetune.py $(FINETUNE_FLAGS)
 
+bytes: demo/python.jsonl ## a model of bytes in one process, against deflate on functions that it has not seen; some minutes
+	$(RUN) examples/byte_model.py $(if $(BYTES_FLAGS),-- $(BYTES_FLAGS))
+
+nightly: ## from a clean checkout all that docs/TRAINED.md shows: demo, its twin with experts, bytes, LoRA; half an hour
+	$(MAKE) --no-print-directory pretrain
+	$(MAKE) --no-print-directory pretrain PRETRAIN_FLAGS="--config configs/demo-moe.toml"
+	$(MAKE) --no-print-directory bytes
+	$(MAKE) --no-print-directory finetune
+
 test: $(READY) ## the test suite, a quarter to three quarters of an hour on two cores (WORKERS=8 on more)
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
@@ -55,9 +69,20 @@ attack: $(READY) ## kills, malformed inputs, hangs, flipped bits, slow ranks and
 test-peers: $(PEERS_READY) ## against the real megatron-core and transformers, in an environment of their own
 	$(PEERS_VENV)/bin/python -m pytest tests/peers
 
-test-stores: $(STORES_READY) ## checkpoints and inputs against a server of S3, and Ray, in an environment of their own
+test-stores: $(STORES_READY) ## checkpoints, inputs and training data against a server of S3, and Ray, in an environment of their own
 	$(STORES_VENV)/bin/python -m pytest tests/checkpoint/test_object_storage.py tests/launch/test_ray_train.py \
-	    tests/data/test_stores.py tests/data/test_preprocess_ray.py tests/data/test_datatrove.py
+	    tests/data/test_stores.py tests/data/test_streamed.py tests/data/test_preprocess_ray.py \
+	    tests/data/test_datatrove.py tests/data/test_language.py
+
+test-triton: $(TRITON_READY) ## kernels in Triton without a GPU: interpreted, and compiled for three of them
+	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest --numprocesses $(WORKERS) tests/kernels/test_triton_interpreted.py
+	$(TRITON_VENV)/bin/python -m pytest --numprocesses $(WORKERS) tests/kernels/test_triton_builds.py
+
+test-docs: $(READY) $(DOCS_READY) ## the site: built strictly, every link, and in Chromium at two widths; a minute
+	DOCS_VENV=$(DOCS_VENV) $(RUN) -m pytest tests/docs/test_site.py
+
+docs: $(DOCS_READY) ## the documentation as a site, build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 
 check: $(READY) ## format, lint, types, layering and the words of docs and code
 	$(RUN) -m ruff format --check .
@@ -79,16 +104,16 @@ gpu: $(READY) ## the tests that need a GPU, with the CUDA kernels where they can
 	-$(RUN) setup.py --quiet build_ext --inplace
 	$(RUN) -m pytest -m gpu -rs
 
-gpu-report: $(READY) ## on a GPU, one report of all: tests, kernels, GPT-2 to 8B beside a plain loop and FSDP2; nine minutes
-	$(RUN) benchmarks/gpu_report/report.py $(GPU_REPORT_FLAGS)
+gpu-report: ## on a GPU, one report of all: kernels, tests, GPT-2 to 8B against a plain loop and FSDP2; installs nothing
+	$(if $(wildcard $(READY)),$(RUN),$(PYTHON)) benchmarks/gpu_report/report.py $(GPU_REPORT_FLAGS)
 
 venv: $(READY) ## the environment alone
 
 clean: ## remove environments, caches and demo/ (what runs left in runs/ stays)
-	rm -rf .venv .venv-peers .venv-stores .venv-bench demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-stores .venv-triton .venv-docs .venv-bench demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help pretrain quick finetune test test-fast test-all test-peers test-stores dry-runs attack check package bench kernels gpu gpu-report venv clean
+.PHONY: help pretrain quick finetune bytes nightly test test-fast test-all test-peers test-stores test-triton test-docs docs dry-runs attack check package bench kernels gpu gpu-report venv clean
 .DELETE_ON_ERROR:
 
 # The environments.
@@ -122,6 +147,23 @@ $(STORES_READY): requirements.txt requirements-stores.txt
 	@$(STORES_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
 	@$(STORES_VENV)/bin/python $(PIP_INSTALL) -r requirements.txt -r requirements-stores.txt
 	@$(STORES_VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(TRITON_READY): requirements.txt requirements-triton.txt
+	$(check_python)
+	@echo 'installing Triton into $(TRITON_VENV) (a minute or more, once)'
+	@"$(PYTHON)" -m venv "$(TRITON_VENV)"
+	@$(TRITON_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
+	@$(TRITON_VENV)/bin/python $(PIP_INSTALL) -r requirements.txt
+	@$(TRITON_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-triton.txt
+	@$(TRITON_VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DOCS_READY): requirements-docs.txt
+	$(check_python)
+	@echo 'installing MkDocs into $(DOCS_VENV) (half a minute, once)'
+	@"$(PYTHON)" -m venv "$(DOCS_VENV)"
+	@$(DOCS_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-docs.txt
 	@touch $@
 
 # What megatronish is measured against: one that does not install is told, and then reported in the table.

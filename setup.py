@@ -38,18 +38,19 @@ class BuildKernels(build_ext):
 
 
 class BuildPackage(build_py):
-    """Puts configs/ into the package, where config/shipped.py looks for it; an editable installation has the folder.
+    """Puts configs/ and recipes/ into the package for config/shipped.py; an editable installation has the folders.
 
     The questions of `megatronish judge` lie there, too.
     """
 
     def run(self) -> None:
-        """Copy the modules, and then the configs and questions."""
+        """Copy the modules, and then the configs, recipes and questions."""
         super().run()
         if not self.editable_mode:
-            target = Path(self.build_lib) / "megatronish" / "configs"
-            shutil.copytree(ROOT / "configs", target, dirs_exist_ok=True)
-            shutil.copy2(ROOT / "examples" / "judge_questions.jsonl", target)
+            package = Path(self.build_lib) / "megatronish"
+            for name in ("configs", "recipes"):
+                shutil.copytree(ROOT / name, package / name, dirs_exist_ok=True)
+            shutil.copy2(ROOT / "examples" / "judge_questions.jsonl", package / "configs")
 
 
 def description_for_an_index() -> str:
@@ -110,6 +111,8 @@ setup(
         "yaml": ["PyYAML>=6"],  # megatronish from-axolotl
         "zstd": ["zstandard>=0.21"],  # .zst files to preprocess; Python 3.14 reads them by itself
         "parquet": ["pyarrow>=15"],  # .parquet files to preprocess
+        "tiktoken": ["tiktoken>=0.9"],  # byte-level BPE in megatronish preprocess, several times as fast
+        "language": ["py3langid>=0.4", "fasttext-predict>=0.9.2"],  # megatronish preprocess --filter-language
         "s3": ["fsspec>=2024.6", "s3fs>=2024.6"],  # --save s3://..., --load s3://...
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],  # megatronish serve
         "eval": ["lm_eval>=0.4.9,<0.5"],  # megatronish evaluate --tasks

@@ -4,6 +4,7 @@
 The wheel is built from the sdist, so that what is left out there is missing here.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -40,6 +41,7 @@ megatronish generate --load run --num-tokens 5 --device cpu
 megatronish convert --from megatronish --to megatron --load run --save converted
 megatronish verify --config demo --mock-data --dp 1 --tp 2 --pp 1 --steps 1 --num-layers 2 --device cpu
 megatronish draw --stages 2 --microbatches 4
+megatronish recipes --copy llama-3.1-8b/lora-1x24gb
 """
 
 
@@ -52,7 +54,7 @@ def main() -> int:
         refuse_missing(sources)
         wheel = build_wheel(sources, work)
         environment = new_environment(work / "environment")
-        try_wheel(wheel, environment, empty=work / "empty")
+        try_wheel(index_of(wheel, work / "index"), environment, empty=work / "empty")
         print("the tests of the sdist", flush=True)
         call(sys.executable, *FAST, *TESTS, folder=sources)
     print(f"packages: built, installed, used and removed in {time.monotonic() - start:.0f} s")
@@ -110,6 +112,16 @@ def build_wheel(sources: Path, work: Path) -> Path:
     return found
 
 
+def index_of(wheel: Path, folder: Path) -> Path:
+    """A private index with this wheel alone: a page for each package that links to its files (PEP 503)."""
+    page = folder / "megatronish"
+    page.mkdir(parents=True)
+    wheel.rename(page / wheel.name)
+    digest = hashlib.sha256((page / wheel.name).read_bytes()).hexdigest()
+    (page / "index.html").write_text(f'<!DOCTYPE html><a href="{wheel.name}#sha256={digest}">{wheel.name}</a>\n')
+    return folder
+
+
 def new_environment(folder: Path) -> Path:
     """A fresh environment that sees the libraries of this interpreter, and not this checkout."""
     venv.create(folder, with_pip=False)
@@ -118,13 +130,20 @@ def new_environment(folder: Path) -> Path:
     return folder
 
 
-def try_wheel(wheel: Path, environment: Path, *, empty: Path) -> None:
-    """Install the wheel, use its commands in an empty folder, remove it, and see that nothing is left."""
+def try_wheel(index: Path, environment: Path, *, empty: Path) -> None:
+    """Install the wheel of an index, use its commands in an empty folder, remove it, and see that nothing is left.
+
+    The index has nothing else, so what the wheel needs must be in the environment, in versions that it takes.
+    """
     empty.mkdir()
     programs, before = environment / "bin", files_of(environment)
     # The pip of this interpreter works for the other one, which needs none of its own.
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", programs / "python")
-    call(*pip, "install", "--no-deps", "--no-index", wheel, folder=empty, quiet=True)
+    (wheel,) = index.glob("megatronish/*.whl")
+    call(*pip, "install", "--dry-run", "--no-index", wheel, folder=empty, quiet=True)
+    # Among the libraries is this checkout's own entry: it is neither taken for the wheel nor removed.
+    own = ("--no-deps", "--ignore-installed")
+    call(*pip, "install", *own, "--index-url", index.as_uri(), "megatronish", folder=empty, quiet=True)
     for line in COMMANDS.split("\n"):
         program, *flags = line.split() or [""]
         if program:

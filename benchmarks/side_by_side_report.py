@@ -188,7 +188,7 @@ def draw(cases: Sequence[tuple[Mapping[str, Any], Sequence[Line]]], path: Path) 
     from matplotlib.figure import Figure  # late: measuring needs no picture
 
     measured = [(record, [line for line in lines if line.ratio is not None]) for record, lines in cases]
-    heights = [len(lines) + 1.2 for _, lines in measured]
+    heights = [len(lines) + 1.8 for _, lines in measured]
     figure = Figure(figsize=(9, 0.24 * sum(heights) + 0.4), layout="constrained")
     several = figure.subplots(len(measured), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (record, lines) in zip(several, measured, strict=True):
@@ -199,7 +199,7 @@ def draw(cases: Sequence[tuple[Mapping[str, Any], Sequence[Line]]], path: Path) 
             [line.name for line in lines], [each.median for each in ratios], xerr=errors, color=colours, height=0.8
         )
         axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_title(f"{title_of(record)}; {record['machine']}", fontsize=9, loc="left")
+        axes.set_title(f"{title_of(record)}\n{record['machine']}", fontsize=8, loc="left")
         axes.tick_params(labelsize=8)
         axes.invert_yaxis()
     several[-1].set_xlabel("tokens/s, as a multiple of the plain loop on one process in the same run")

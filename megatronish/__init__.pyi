@@ -83,8 +83,8 @@ from megatronish.parallel.schedules.table import PipelineSchedule as PipelineSch
 # Pipeline schedules
 from megatronish.parallel.schedules.timeline import draw as draw
 from megatronish.parallel.sharding import Sharding as Sharding
+from megatronish.tokenizer.build import build_tokenizer as build_tokenizer
 from megatronish.tokenizer.tokenizer import Tokenizer as Tokenizer
-from megatronish.tokenizer.tokenizer import build_tokenizer as build_tokenizer
 from megatronish.train.checkpoint_state import tensors_of as tensors_of
 from megatronish.train.embedded import train_rank as train_rank
 from megatronish.train.trainer import Hook as Hook

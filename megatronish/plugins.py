@@ -38,8 +38,9 @@ from megatronish.optim.optimizer import OPTIMIZERS
 from megatronish.parallel.schedules.plan import Action, Placement, looped
 from megatronish.parallel.schedules.table import SCHEDULES, PipelineSchedule
 from megatronish.specs.layers import LAYERS, LayerSpec
+from megatronish.tokenizer.build import TOKENIZERS
 from megatronish.tokenizer.names import TOKENIZER_NAMES
-from megatronish.tokenizer.tokenizer import TOKENIZERS, Tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 from megatronish.train.trainer import HOOKS, Hook
 
 __all__ = [

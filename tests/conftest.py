@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -28,6 +30,15 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this session that all workers of xdist share: what one of them has computed, others may read."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of S3 on loopback, with one empty bucket: a `Store`. For tests that are marked NEEDS_S3."""
+    from object_stores import serving_s3  # late: few tests need it
+
+    with serving_s3(tmp_path_factory.mktemp("s3") / "log") as store:
+        yield store
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,8 +13,20 @@ LEAST_OF_COPY = {"forward": 0.85, "backward": 0.75}
 LEAST_OF_COPY_CROSS_ENTROPY = 0.80
 COPIED = ("softmax", "norm", "cross entropy")  # operations that are held against a copy
 NEVER_SLOWER, COMPILE_CELL = "kernels: never slower than torch.compile", 7
-HEAD = ("model", "layers", "B x S", "contender", "ms a step", "tokens/s", "of plain", "TFLOP/s", "MFU", "of data sheet")
-MEMORY_HEAD = ("model", "contender", "peak GiB", "expected GiB", "peak / expected")
+HEAD = (
+    "model",
+    "layers",
+    "B x S",
+    "a step",
+    "contender",
+    "ms a step",
+    "tokens/s",
+    "of plain",
+    "TFLOP/s",
+    "MFU",
+    "of data sheet",
+)
+MEMORY_HEAD = ("model", "a step", "contender", "peak GiB", "expected GiB", "peak / expected")
 
 
 class Aim(NamedTuple):
@@ -40,20 +52,30 @@ def _lines(report: Report) -> Iterator[str]:
     if report["is_trial"]:
         yield ""
         yield "**A trial of the report itself, at tiny sizes: its numbers mean nothing.**"
+    if about["not_here"]:
+        yield from ("", *(f"- {line}" for line in about["not_here"]))
     yield from _section("Aims", ("aim", "found", ""), [(a.text, a.found, _verdict(a)) for a in aims(report)])
     rows: Sequence[Row] = report["sweep"]
-    yield from _section("Training, bf16, one device", HEAD, [sweep_cells(row, rows) for row in rows])
+    yield from _section("Training, bf16, one device", HEAD, [sweep_cells(row) for row in rows])
     yield ""
-    yield "A step is the median of up to 20, with the middle half; the loss of each is read on the host. MFU is model"
+    yield "A step has so many micro-batches of B x S. It is the median of up to 20, with the middle half, each in turns"
+    yield "with one of the plain loop, which *of plain* is against; the loss of each is read on the host. MFU is model"
     yield "FLOPs (causal attention once, nothing computed twice) over a bf16 matrix product of 8192 x 8192 x 8192"
     yield "measured in the same process; the last column has the maker's peak in its place."
     yield from _section("Memory", MEMORY_HEAD, [cells for row in rows if (cells := memory_cells(row))])
     for row in rows:
         if row.get("where"):
             yield from _block(f"Where a step of {row['contender']} goes, {row['model']}", row["where"])
-    for part in report["parts"]:
-        if part["name"] == "kernels":
-            yield from ("", "## Kernels, against a copy in the same run", "", *_table_in(part["output"]))
+    tables = [_table_in(part["output"]) for part in report["parts"] if _is_of_kernels(part)]
+    if any(tables):
+        head = next(table[:2] for table in tables if table)
+        yield from (
+            "",
+            "## Kernels, against a copy in the same run",
+            "",
+            *head,
+            *(row for each in tables for row in each[2:]),
+        )
     parts = [(each["name"], each["status"], f"{each['seconds']:.0f} s") for each in report["parts"]]
     yield from _section("Parts", ("part", "status", "time"), parts)
     for part in report["parts"]:
@@ -86,20 +108,27 @@ def plain_aim(rows: Sequence[Row], parts: Sequence[Row]) -> Aim:
     named = [part["name"].removeprefix("sweep ") for part in parts if part["name"].startswith("sweep ")]
     told, met = [], []
     for model in dict.fromkeys([*(row["model"] for row in rows), *named]):
-        plain = next((row for row in rows if _is_plain(row, model)), None)
-        texts = []
-        for contender in (COMPILED, OURS):
-            row = next((each for each in rows if (each["model"], each["contender"]) == (model, contender)), None)
-            ratio = None
-            if row is not None and "error" not in row and plain is not None:
-                ratio = tokens_per_second(row) / tokens_per_second(plain)
-            failed = row is not None and "error" in row
-            texts.append("failed" if failed else "not measured" if ratio is None else f"{ratio:.2f}")
-            if contender == COMPILED:
-                met.append(False if failed and plain is not None else None if ratio is None else ratio >= 1)
-        told.append(f"{model} {texts[0]} (eager {texts[1]})")
+        counts = dict.fromkeys(row["micro_batches"] for row in rows if row["model"] == model) or {None: None}
+        for count in counts:
+            of_step = [row for row in rows if row["model"] == model and row["micro_batches"] == count]
+            text, is_met = _against_plain(of_step)
+            told.append(f"{model}{'' if count is None else f' x {count}'} {text}")
+            met.append(is_met)
     text = f"{COMPILED}: never below the plain compiled loop"
     return Aim(text, ", ".join(told) or "not measured", _all_of(met))
+
+
+def _against_plain(rows: Sequence[Row]) -> tuple[str, bool | None]:
+    """What is told of ours, of one model and number of micro-batches, and whether the compiled one meets the aim."""
+    has_plain = any(row["contender"] == PLAIN and "error" not in row for row in rows)
+    texts, is_met = [], None
+    for contender in (COMPILED, OURS):
+        row = next((each for each in rows if each["contender"] == contender), None)
+        share, failed = None if row is None else of_plain(row), row is not None and "error" in row
+        texts.append("failed" if failed else "not measured" if share is None else f"{share:.2f}")
+        if contender == COMPILED:
+            is_met = False if failed and has_plain else None if share is None else share >= 1
+    return f"{texts[0]} (eager {texts[1]})", is_met
 
 
 def kernel_aims(parts: Sequence[Row]) -> Iterator[Aim]:
@@ -107,7 +136,7 @@ def kernel_aims(parts: Sequence[Row]) -> Iterator[Aim]:
 
     Where the part did not come to its end, what it has measured can miss an aim and not meet it.
     """
-    parts = [part for part in parts if part["name"] == "kernels"]
+    parts = [part for part in parts if _is_of_kernels(part)]
     ended = all(part["status"] == "done" for part in parts)
     shares: dict[tuple[str, float], list[float]] = {}
     for cells in (line.strip("| ").split(" | ") for part in parts for line in _table_in(part["output"])[2:]):
@@ -139,22 +168,22 @@ def _all_of(met: Sequence[bool | None]) -> bool | None:
     return False if False in met else None if not met or None in met else True
 
 
-def sweep_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+def sweep_cells(row: Row) -> tuple[str, ...]:
     """A contender's cells of the table of speed."""
     shape = row["shape"]
     sizes = f"{shape['micro_batch_size']} x {shape['seq_length']}"
-    begin = (row["model"], str(shape["num_layers"]), sizes, row["contender"])
+    begin = (row["model"], str(shape["num_layers"]), sizes, f"x {row['micro_batches']}", row["contender"])
     if "error" in row:
         return (*begin, row["error"].replace("|", "/"), *["-"] * 5)
     seconds = sorted(row["seconds"])
     middle = f"{1e3 * seconds[len(seconds) // 4]:.1f} to {1e3 * seconds[-1 - len(seconds) // 4]:.1f}"
-    plain = next((each for each in rows if _is_plain(each, row["model"])), None)
+    share = of_plain(row)
     rate, sheet = tokens_per_second(row) * row["flops_per_token"], row["data_sheet_tflops"]
     return (
         *begin,
         f"{1e3 * statistics.median(seconds):.1f} ({middle})",
         f"{tokens_per_second(row):,.0f}",
-        "-" if plain is None else f"{tokens_per_second(row) / tokens_per_second(plain):.2f}",
+        "-" if share is None else f"{share:.2f}",
         f"{rate / 1e12:.1f}",
         f"{mfu(row):.1%}",
         "-" if sheet is None else f"{rate / 1e12 / sheet:.1%}",
@@ -167,13 +196,26 @@ def memory_cells(row: Row) -> tuple[str, ...] | None:
         return None
     peak, expected = row["peak_bytes"], row["expected_bytes"]
     told = ["-" if size is None else f"{size / 2**30:.2f}" for size in (peak, expected)]
-    return (row["model"], row["contender"], *told, f"{peak / expected:.2f}" if peak and expected else "-")
+    return (
+        row["model"],
+        f"x {row['micro_batches']}",
+        row["contender"],
+        *told,
+        f"{peak / expected:.2f}" if peak and expected else "-",
+    )
 
 
 def tokens_per_second(row: Row) -> float:
-    """Tokens of a micro-batch over the median step."""
-    tokens: int = row["shape"]["micro_batch_size"] * row["shape"]["seq_length"]
+    """Tokens of a step over the median step."""
+    tokens: int = row["shape"]["micro_batch_size"] * row["shape"]["seq_length"] * row["micro_batches"]
     return tokens / statistics.median(row["seconds"])
+
+
+def of_plain(row: Row) -> float | None:
+    """A contender's speed over that of the plain loop in the same rounds; None without numbers."""
+    if "error" in row or not row["plain_seconds"]:
+        return None
+    return statistics.median(row["plain_seconds"]) / statistics.median(row["seconds"])
 
 
 def mfu(row: Row) -> float:
@@ -182,8 +224,9 @@ def mfu(row: Row) -> float:
     return rate
 
 
-def _is_plain(row: Row, model: str) -> bool:
-    return row["model"] == model and row["contender"] == PLAIN and "error" not in row
+def _is_of_kernels(part: Row) -> bool:
+    name: str = part["name"]
+    return name.startswith("kernels")
 
 
 def _is_ours(row: Row) -> bool:

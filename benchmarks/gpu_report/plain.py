@@ -4,7 +4,7 @@ Two ways to train it, as a user would: fp32 parameters under autocast, compiled;
 (FSDP2) with bf16 parameters and fp32 masters, compiled too. The parameters stand in megatronish's order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,11 +72,15 @@ class PlainBlock(nn.Module):
         hidden = self.fc1(self.norm2(x))
         if self.is_llama:
             gate, up = hidden.chunk(2, dim=-1)
-            hidden = F.silu(gate) * up
+            hidden = self.gated(gate, up)
         else:
             hidden = F.gelu(hidden, approximate="tanh")
         out: Tensor = x + self.fc2(hidden)
         return out
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """SwiGLU of two halves."""
+        return F.silu(gate) * up
 
 
 class PlainHead(nn.Module):
@@ -101,6 +105,14 @@ class PlainDecoder(nn.Module):
         self.positions = nn.Embedding(shape.seq_length, shape.hidden_size) if shape.kv_heads is None else None
         self.blocks = nn.ModuleList(PlainBlock(shape) for _ in range(shape.num_layers))
         self.head = PlainHead(shape)
+
+    @torch.no_grad()
+    def take(self, weights: Sequence[Tensor]) -> None:
+        """Copy weights, in the order of these parameters."""
+        parameters = list(self.parameters())
+        assert [each.shape for each in parameters] == [each.shape for each in weights], "the models differ"
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.copy_(weight)
 
     def compile_parts(self, backend: str) -> None:
         """Compile blocks, which are alike and share their graphs, and the head: minutes faster than the whole."""
@@ -139,48 +151,63 @@ def rotated(x: Tensor, rotation: Tensor) -> Tensor:
     return x * cos + torch.cat((-back, front), dim=-1) * sin
 
 
-Step = Callable[[Tensor, Tensor], float]
-"""Tokens and labels [B, S] -> the mean loss before the update."""
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Sequence[Batch]], float]
+"""Micro-batches of tokens and labels [B, S] -> the mean loss before the update."""
 
 
-def autocast_step(model: PlainDecoder, *, backend: str) -> Step:
-    """A step of fp32 parameters under bf16 autocast, compiled."""
-    model.compile_parts(backend)
+def autocast_step(model: PlainDecoder, *, backend: str | None) -> Step:
+    """A step of fp32 parameters under bf16 autocast, compiled if there is a backend."""
+    if backend is not None:
+        model.compile_parts(backend)
     optimizer = adamw(model)
     device_type = model.tokens.weight.device.type
 
-    def step(tokens: Tensor, labels: Tensor) -> float:
+    def step(batches: Sequence[Batch]) -> float:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device_type, torch.bfloat16):
-            loss = model(tokens, labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        return loss.item()
+        losses = []
+        for batch in batches:
+            with torch.autocast(device_type, torch.bfloat16):
+                loss = model(*batch) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
+        return updated(model, optimizer, losses)
 
     return step
 
 
 def fsdp_step(model: PlainDecoder, *, backend: str) -> Step:
-    """A step under `fully_shard` over the ranks of the default group, bf16 parameters and fp32 reduction."""
+    """A step under `fully_shard` over the ranks of the default group, bf16 parameters and fp32 reduction.
+
+    With compiled blocks it is what torchtitan does. Gradients are summed after the last micro-batch.
+    """
     device_type = model.tokens.weight.device.type
     mesh = dist.device_mesh.init_device_mesh(device_type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model.compile_parts(backend)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    sharded = fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = adamw(model)
 
-    def step(tokens: Tensor, labels: Tensor) -> float:
+    def step(batches: Sequence[Batch]) -> float:
         optimizer.zero_grad(set_to_none=True)
-        loss = model(tokens, labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        return loss.item()
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            sharded.set_requires_gradient_sync(number == len(batches))
+            loss = model(*batch) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
+        return updated(model, optimizer, losses)
 
     return step
+
+
+def updated(model: PlainDecoder, optimizer: torch.optim.Optimizer, losses: Sequence[Tensor]) -> float:
+    """Clip, update, and wait for the mean loss."""
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    return float(torch.stack(list(losses)).sum())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -18,10 +18,9 @@ from megatronish.attention.operations import EXPLICIT, TileMask
 from megatronish.attention.sinks import absorb, gradient_of_sinks
 from megatronish.ops.dropout import DroppedTile, ProbabilityDropout
 from megatronish.ops.library import Operator, OperatorFamily, accumulation_dtype, define
+from megatronish.specs.chunk_sizes import chunk_sizes
 
-CPU_BLOCK_BYTES = 4 * 2**20  # scores of a block, fp32
-GPU_BLOCK_BYTES = 8 * 2**20  # a quarter of the second-level cache of an sm_80: the backward has two such blocks
-BLOCK_QUERIES, FEWEST_QUERIES = 64, 16
+FEWEST_QUERIES = 16
 
 
 def dropped_tile(
@@ -66,10 +65,10 @@ def _blocks(q: Tensor, k: Tensor, whole: DroppedTile) -> Iterator[_Block]:
     """All blocks of q [q, B, n, H] and k [S, B, kv, H], in order."""
     (num_queries, batch, heads, _), num_keys = q.shape, k.shape[0]
     first_query, window = num_keys - num_queries, whole.window_size or num_keys
-    row_bytes = heads * min(num_keys, window + BLOCK_QUERIES) * 4
-    most = GPU_BLOCK_BYTES if q.is_cuda else CPU_BLOCK_BYTES
-    step = max(1, min(batch, most // (row_bytes * BLOCK_QUERIES)))  # samples
-    size = max(FEWEST_QUERIES, min(BLOCK_QUERIES, most // row_bytes))
+    most, block_queries, *_ = chunk_sizes(q.device.type)
+    row_bytes = heads * min(num_keys, window + block_queries) * 4
+    step = max(1, min(batch, most // (row_bytes * block_queries)))  # samples
+    size = max(FEWEST_QUERIES, min(block_queries, most // row_bytes))
     for sample in range(0, batch, step):
         samples = slice(sample, min(sample + step, batch))
         dropout = whole.dropout._replace(sample_ids=whole.dropout.sample_ids[samples])
@@ -161,6 +160,7 @@ FAMILY = OperatorFamily(
             f"dropped_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_GIVEN}) -> (Tensor out, Tensor lse)",
             reference=_forward,
             fake=_fake_forward,
+            triton="attention.forward",
             setup_context=_save,
             backward=_gradients,
         ),
@@ -169,7 +169,9 @@ FAMILY = OperatorFamily(
             f"Tensor lse, {_GIVEN}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
             reference=_backward,
             fake=_fake_backward,
+            triton="attention.backward",
         ),
     ),
+    in_cuda=False,
 )
 define(FAMILY)

@@ -17,12 +17,9 @@ backends all except cuDNN's, which plans for the very shape, tens of millisecond
 All of this was read from torch's sources (2.13); it has not run on a GPU yet.
 """
 
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -40,6 +37,7 @@ from megatronish.attention.sinks import sink_attention
 from megatronish.config.sections.training import EXPLICIT, AttentionBackend
 from megatronish.ops.compiled import compile_function
 from megatronish.ops.dropout import ProbabilityDropout
+from megatronish.ops.triton_host import why_triton_cannot_compile
 from megatronish.ops.windowed import can_run_windowed, windowed_attention
 
 HALF = (torch.float16, torch.bfloat16)
@@ -47,9 +45,8 @@ LARGEST_HEAD = 256  # of flash attention, and of FlexAttention with the sizes of
 SMALLEST_FLEX_HEAD = 16  # Triton's matrix product takes no less
 OLDEST_GPU = (8, 0)  # of flash attention, and of bf16 in Triton
 
-_C_COMPILERS = (os.environ.get("CC"), "cc", "gcc", "clang")
-HAS_COMPILER = find_spec("triton") is not None and any(name and shutil.which(name) for name in _C_COMPILERS)
-"""Whether torch can compile kernels for CUDA here: Triton, and the C compiler that Triton calls."""
+HAS_COMPILER = why_triton_cannot_compile() is None
+"""Whether torch can compile kernels for CUDA here: Triton, and what Triton needs."""
 
 MOST_KERNELS = 128
 """Kernels that are compiled of FlexAttention: lengths (36 buckets up to 131,072) times kinds of masks, with and without

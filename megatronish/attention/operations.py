@@ -1,7 +1,8 @@
-"""Operations that compute a tile of attention, with what each of them requires: flash, "efficient" and explicit.
+"""Operations that compute a tile of attention, with what each of them requires: flash, cuDNN, "efficient" and explicit.
 
-The four compute the same, with the shapes of tile.py. Torch's own draw masks that would depend on the layout; so with
-dropout the probabilities of a tile are explicit. What the two of CUDA require beyond their signatures stands at each.
+They compute the same, with the shapes of tile.py; choice.py chooses one. Torch's own draw masks that would depend on
+the layout; so with dropout the probabilities of a tile are explicit. What those of CUDA require beyond their signatures
+stands at each.
 It was read from torch's sources (2.13) and has not run on a GPU yet: tests with the marker `gpu` in test_attention.py
 are there for that.
 """
@@ -119,6 +120,28 @@ def _flash_backward(
     return TileGradients(*(grad[..., : q.shape[-1]] for grad in grads))
 
 
+# On CUDA, cuDNN: as flash, with heads of at most 128 channels. Its log-sum-exp has a last dim of one. Without dropout
+# seed and offset are not read; the bias is absent, and so are the cumulative lengths.
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
+    padded = _pad_heads(q, k, v)
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*padded, None, True, 0.0, tile_mask.causal, scale=_scale(q))
+    return out[..., : q.shape[-1]], lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
+) -> TileGradients:
+    dout, q_padded, k, v, out = _pad_heads(dout, q, k, v, out)
+    no_state = (q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64))
+    lengths = (None, None, q.shape[2], k.shape[2])
+    grads = aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q_padded, k, v, out, lse.unsqueeze(-1), *no_state, None, *lengths, 0.0, tile_mask.causal, scale=_scale(q)
+    )
+    return TileGradients(*(grad[..., : q.shape[-1]] for grad in grads))
+
+
 # On CUDA, "efficient": any float but fp64, any mask, as many kv heads as query heads, heads in multiples of 8 channels.
 # A bias has the whole shape, rows aligned. Its log-sum-exp is padded to multiples of 32 queries; its backward reads it
 # so, with +inf where there is no query, and takes the output to be dense in the order [B, q, n, H], without a check.
@@ -193,5 +216,6 @@ def _explicit_backward(
 
 FLASH_ON_CPU = Operation(_flash_on_cpu_forward, _flash_on_cpu_backward)
 FLASH = Operation(_flash_forward, _flash_backward)
+CUDNN = Operation(_cudnn_forward, _cudnn_backward)
 EFFICIENT = Operation(_efficient_forward, _efficient_backward)
 EXPLICIT = Operation(_explicit_forward, _explicit_backward)

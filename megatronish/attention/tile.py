@@ -2,7 +2,8 @@
 
 `forward` returns the tile's own output, as if there were no other keys, and the log-sum-exp of its scores, by which
 tiles are merged. `backward` is given the output and the log-sum-exp over *all* keys, and returns the tile's terms of
-the gradients. SDPA offers only both together, so the operations that it is made of are called by name (operations.py).
+the gradients. SDPA offers only both together, so the operations that it is made of are called by name (operations.py),
+each where the table of choice.py has it.
 
 Shapes: q, out [B, n, q, H]; k, v [B, kv, k, H]; lse [B, n, q], at least fp32; n / kv query heads share a kv head.
 """
@@ -10,18 +11,8 @@ Shapes: q, out [B, n, q, H]; k, v [B, kv, k, H]; lse [B, n, q], at least fp32; n
 import torch
 from torch import Tensor
 
-from megatronish.attention.operations import (
-    EFFICIENT,
-    EXPLICIT,
-    FLASH,
-    FLASH_ON_CPU,
-    Operation,
-    TileGradients,
-    TileMask,
-)
-
-FLASH_LARGEST_HEAD = 256
-FLASH_OLDEST_GPU = (8, 0)
+from megatronish.attention.choice import operation_for
+from megatronish.attention.operations import TileGradients, TileMask
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
@@ -55,14 +46,3 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     # Sums of exponentials would overflow; the weight by a sigmoid of a difference cannot. Against lse = -inf it is 1.
     out.lerp_(new_out.to(out.dtype), torch.sigmoid(new_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
-
-
-def operation_for(q: Tensor, tile_mask: TileMask) -> Operation:
-    """Operation for a tile: flash attention where it can run, else on CUDA the slower "efficient" one."""
-    if tile_mask.dropped is not None:
-        return EXPLICIT
-    if q.device.type == "cpu":
-        return FLASH_ON_CPU
-    halved = q.dtype in (torch.float16, torch.bfloat16)
-    new_enough = halved and torch.cuda.get_device_capability(q.device) >= FLASH_OLDEST_GPU
-    return FLASH if new_enough and tile_mask.dense is None and q.shape[-1] <= FLASH_LARGEST_HEAD else EFFICIENT

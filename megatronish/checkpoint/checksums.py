@@ -144,22 +144,12 @@ class Checksums:
             raise _unreadable(self.folder, name, error) from error
 
     @contextmanager
-    def opened(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
-        """Function (offset, length) -> bytes that reads and verifies a span of a file; DamagedError if it differs."""
+    def opened(self, name: str) -> Iterator["OpenedFile"]:
+        """A file whose spans are read and verified; DamagedError for one that differs."""
         self._check_length(name)
-        starts = self._starts(name)
-
-        def read(offset: int, length: int) -> bytes:
-            # Only whole spans can be verified: metadata that asks for other bytes does not belong to these files.
-            span = starts.get(offset)
-            if span is None or span.length != length:
-                raise DamagedError(self.folder, f"{CHECKSUMS} does not know the {length} bytes at {offset} of {name}")
-            file.seek(offset)
-            return self._verified(name, _exactly(file, length), span)
-
         try:
             with (self.folder / name).open("rb", buffering=0) as file:
-                yield read
+                yield OpenedFile(self, name, file, self._starts(name))
         except OSError as error:
             raise _unreadable(self.folder, name, error) from error
 
@@ -176,7 +166,7 @@ class Checksums:
             except OSError as error:
                 raise _unreadable(self.folder, name, error) from error
             if sums != self.files[name]:
-                raise self._changed(name)
+                raise self.changed(name)
 
     def _starts(self, name: str) -> dict[int, Span]:
         """Spans of a file by the offset of their first byte."""
@@ -198,11 +188,87 @@ class Checksums:
 
     def _verified(self, name: str, data: bytes, span: Span) -> bytes:
         if hashlib.sha256(data).hexdigest() != span.sha256:
-            raise self._changed(name)
+            raise self.changed(name)
         return data
 
-    def _changed(self, name: str) -> DamagedError:
+    def changed(self, name: str) -> DamagedError:
+        """What to raise for a file with other bytes than were written."""
         return DamagedError(self.folder, f"{name} does not hold what was written")
+
+
+class OpenedFile:
+    """File of a checkpoint, open for reading its spans."""
+
+    def __init__(self, sums: Checksums, name: str, file: io.FileIO | RemoteFile, starts: dict[int, Span]) -> None:
+        self._sums, self._name, self._file, self._starts = sums, name, file, starts
+
+    def _span(self, offset: int, length: int) -> Span:
+        """Span at a place. Only whole ones can be verified: other bytes are of other files, a DamagedError."""
+        span = self._starts.get(offset)
+        if span is None or span.length != length:
+            what = f"{CHECKSUMS} does not know the {length} bytes at {offset} of {self._name}"
+            raise DamagedError(self._sums.folder, what)
+        return span
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Bytes of a span, verified."""
+        span = self._span(offset, length)
+        data = self.part(offset, length)
+        if hashlib.sha256(data).hexdigest() != span.sha256:
+            raise self._sums.changed(self._name)
+        return data
+
+    def verify(self, offset: int, length: int) -> None:
+        """Verify a span without keeping it."""
+        span = self._span(offset, length)
+        self._file.seek(offset)
+        if _span_in(self._file, length) != span:
+            raise self._sums.changed(self._name)
+
+    def part(self, offset: int, length: int) -> bytearray:
+        """Some bytes of a span that is verified, or is to be; fewer where the file ends before."""
+        self._file.seek(offset)
+        data, filled = bytearray(length), 0  # filled in place: the bytes are in memory once
+        with memoryview(data) as whole:
+            while filled < length and (number := self._file.readinto(whole[filled:])):  # of Linux 2 GB at most
+                filled += number
+        del data[filled:]
+        return data
+
+    def stream(self, offset: int, length: int) -> "SpanStream":
+        """A span as a file of its own, of which only what is asked for is read."""
+        return SpanStream(lambda place, number: self.part(offset + place, number), length)
+
+
+class SpanStream(io.RawIOBase):
+    """Bytes of one span, as a file that can be read from any place; `part` gives some at a place."""
+
+    def __init__(self, part: Callable[[int, int], bytearray], length: int) -> None:
+        self._part, self._length, self._place = part, length, 0
+
+    @classmethod
+    def of(cls, data: bytearray) -> "SpanStream":
+        """Bytes in memory, which io.BytesIO would copy."""
+        return cls(lambda place, number: data[place : place + number], len(data))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + (0, self._place, self._length)[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._part(self._place, max(0, min(len(buffer), self._length - self._place)))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
 
 
 def _json_of(files: dict[str, list[Span]]) -> str:

@@ -6,7 +6,6 @@ one rectangle at a time. `CheckpointWriter` computes the checksum of each rectan
 many pieces of its shards lie in it, and it reads nothing else.
 """
 
-import io
 import os
 import tempfile
 import zipfile
@@ -31,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatronish.checkpoint.checksums import Checksums, DamagedError, Span, SummingStream
+from megatronish.checkpoint.checksums import Checksums, DamagedError, OpenedFile, Span, SpanStream, SummingStream
 from megatronish.checkpoint.metadata import METADATA, parse_metadata
 from megatronish.core.pickles import refuse_bombs
 from megatronish.core.remote import Location, RemoteFile, RemotePath
@@ -129,9 +128,71 @@ def cause_of(error: BaseException) -> BaseException:
     return cause or error
 
 
-def _pickle_of(data: bytes) -> bytes:
+class _StoredRectangle(NamedTuple):
+    """Place of a stored rectangle: `length` bytes of `file`, from `offset` on."""
+
+    file: str
+    offset: int
+    length: int
+
+
+FEW, LARGE = 4, 2**20
+"""Of a rectangle of more bytes than LARGE, one row in FEW or less is read alone."""
+
+
+class _Form(NamedTuple):
+    """What the pickle of a stored tensor says of it, and where its elements begin in the bytes of its rectangle."""
+
+    tensor: Tensor  # on the meta device
+    start: int
+
+
+def _form_of(span: SpanStream) -> _Form:
+    """Form of a stored tensor, whose elements are not read; an error of any class for what is no dense tensor."""
+    stream = cast(IO[bytes], span)
+    refuse_bombs(_pickle_of(stream))
+    stream.seek(0)
+    tensor = torch.load(stream, map_location="meta", weights_only=True)
+    if type(tensor) is not Tensor or tensor.is_nested or tensor.layout != torch.strided:
+        raise ValueError(type(tensor))
+    start = tensor.untyped_storage()._checkpoint_offset  # where its record lies: torch notes it on a meta storage
+    if start is None:
+        raise ValueError("no place of its elements")
+    return _Form(tensor, start)
+
+
+def _tensor_in(data: bytearray, form: _Form) -> Tensor:
+    """Tensor whose elements are those of the bytes, not copied."""
+    like = form.tensor
+    if like.numel() == 0:
+        return torch.empty(like.shape, dtype=like.dtype)
+    count = like.untyped_storage().nbytes() // like.itemsize
+    flat = torch.frombuffer(data, dtype=like.dtype, count=count, offset=form.start)
+    return flat.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _rows_in(file: OpenedFile, place: _StoredRectangle, rows: range) -> Tensor:
+    """Rows of the stored tensor of a verified rectangle."""
+    like, start = _form_of(file.stream(place.offset, place.length))
+    if not like.is_contiguous():  # then its rows lie apart
+        return _tensor_in(file.part(place.offset, place.length), _Form(like, start))[rows.start : rows.stop]
+    row = int(like.stride(0)) * like.itemsize
+    begin = place.offset + start + int(like.storage_offset()) * like.itemsize + rows.start * row
+    data = file.part(begin, len(rows) * row)
+    return torch.frombuffer(data, dtype=like.dtype).view(len(rows), *like.shape[1:])
+
+
+def _rows_of(items: list[ReadItem]) -> range | None:
+    """Rows of a rectangle's first dim that hold all pieces; None for a scalar, and for what has no elements."""
+    if not all(len(item.lengths) and all(item.lengths) for item in items):
+        return None
+    begins = [item.storage_offsets[0] for item in items]
+    return range(min(begins), max(begin + item.lengths[0] for begin, item in zip(begins, items, strict=True)))
+
+
+def _pickle_of(stream: IO[bytes]) -> bytes:
     """Pickle of a torch file; an error of any class for what torch.save does not write."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    with zipfile.ZipFile(stream) as archive:
         records = archive.infolist()
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
             raise ValueError("a record is compressed")
@@ -140,20 +201,6 @@ def _pickle_of(data: bytes) -> bytes:
         if len(set(names)) != len(names):
             raise ValueError("two records have one name")
         return archive.read(records[names.index(f"{names[0].partition('/')[0]}/data.pkl")])
-
-
-def _is_dense(value: Any) -> bool:
-    """Whether a value is a dense tensor on the CPU: not sparse, not nested, not of a subclass, not on meta."""
-    plain = type(value) is Tensor and not value.is_nested
-    return plain and value.device.type == "cpu" and value.layout == torch.strided
-
-
-class _StoredRectangle(NamedTuple):
-    """Place of a stored rectangle: `length` bytes of `file`, from `offset` on."""
-
-    file: str
-    offset: int
-    length: int
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -167,6 +214,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self.folder = folder
         # The order of trust: checksums.json verifies itself, it verifies .metadata, and only then that is unpickled.
         self.checksums = Checksums.read(folder)
+        self._verified = set[_StoredRectangle]()
         if checks_all:
             self.checksums.check_lengths()
         data = self.checksums.read_file(METADATA)
@@ -182,7 +230,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the rectangles of the plan and copy the planned parts of them into this rank's tensors."""
-        # Group the items by stored rectangle: one read, one checksum and one torch.load serve all its pieces.
+        # Group the items by stored rectangle: one read, one checksum and one unpickling serve all its pieces.
         wanted: dict[_StoredRectangle, list[ReadItem]] = {}
         for item in plan.items:
             if item.type != LoadItemType.TENSOR:
@@ -191,32 +239,45 @@ class CheckpointReader(dcp.FileSystemReader):
             wanted.setdefault(_StoredRectangle(place.relative_path, place.offset, place.length), []).append(item)
         # Open each file once, and read its rectangles in the order of their offsets.
         for name, places in groupby(sorted(wanted), key=lambda place: place.file):
-            with self.checksums.opened(name) as read:
+            with self.checksums.opened(name) as file:
                 for place in places:
-                    self._fill(wanted[place], read(place.offset, place.length), planner, name)
+                    self._fill(wanted[place], file, place, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _fill(self, items: list[ReadItem], data: bytes, planner: LoadPlanner, name: str) -> None:
-        """Copy the pieces of this rank that lie in one stored rectangle; `data` is its verified bytes.
+    def _fill(self, items: list[ReadItem], file: OpenedFile, place: _StoredRectangle, planner: LoadPlanner) -> None:
+        """Copy the pieces of this rank that lie in one stored rectangle, whose bytes are verified before they are used.
 
-        DamagedError unless the bytes are a dense tensor of the shape and dtype that .metadata says.
+        DamagedError unless they are a dense tensor of the shape and dtype that .metadata says.
         """
         index = items[0].storage_index
         stored = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
-        what = f"what {name} holds of {index.fqn} is no tensor of {list(sizes)}"
+        rows = _rows_of(items)
         try:
-            refuse_bombs(_pickle_of(data))
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            if rows is None or (rows.stop - rows.start) * FEW > sizes[0] or place.length < LARGE:
+                data = file.read(place.offset, place.length)
+                rows, tensor = range(0), _tensor_in(data, _form_of(SpanStream.of(data)))
+            else:  # an expert of many: what is not wanted is read once to be verified, and never held
+                if place not in self._verified:
+                    file.verify(place.offset, place.length)
+                    self._verified.add(place)
+                tensor = _rows_in(file, place, rows)
+            wanted = (len(rows), *sizes[1:]) if rows else tuple(sizes)
+            if (tuple(tensor.shape), tensor.dtype) != (wanted, stored.properties.dtype):
+                raise ValueError(tensor.shape)
+        except (DamagedError, OSError, MemoryError):
+            raise
         except Exception as error:  # bytes that are no tensor may raise an error of any class
+            what = f"what {place.file} holds of {index.fqn} is no tensor of {list(sizes)}"
             raise DamagedError(self.folder, what) from error
-        if not _is_dense(tensor) or (tensor.shape, tensor.dtype) != (sizes, stored.properties.dtype):
-            raise DamagedError(self.folder, what)
         # Each piece, [*lengths] at `storage_offsets` of the stored rectangle, goes into a view of this rank's tensor.
         for item in items:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(Piece((), item.storage_offsets, item.lengths).view(tensor))
+            offsets = tuple(item.storage_offsets)
+            if rows:
+                offsets = (offsets[0] - rows.start, *offsets[1:])
+            target.copy_(Piece((), offsets, item.lengths).view(tensor))
             release(target)

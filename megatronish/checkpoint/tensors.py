@@ -226,8 +226,9 @@ def _unwrapped_errors() -> Iterator[None]:
         yield
     except dcp.CheckpointException as error:
         rank, (first, trace) = min(error.failures.items())
-        # Errors of ours and of the disk are sentences; of any other the trace of its rank is what helps.
-        if isinstance(first, (UserError, OSError)):
+        # Errors of ours and of the disk are sentences, and an interrupt is none; of any other the trace of its rank is
+        # what helps.
+        if isinstance(first, (UserError, OSError, KeyboardInterrupt)):
             raise first from error
         details = "".join([*traceback.format_list(trace), *traceback.format_exception_only(first)])
         raise RuntimeError(f"rank {rank}: {details}") from error

@@ -67,7 +67,7 @@ def run(arguments: AuditArguments) -> int:
     from megatronish.data.chat.dataset import ChatDataset
     from megatronish.data.chat.setup import ChatSetup
     from megatronish.data.datasets import build_datasets
-    from megatronish.tokenizer.tokenizer import build_tokenizer
+    from megatronish.tokenizer.build import build_tokenizer
 
     import_plugins(arguments.plugin)
     if arguments.seq_length < 1:

@@ -13,9 +13,7 @@ from megatronish.config.hub import local_model
 from megatronish.config.plugins import import_plugins
 from megatronish.core.errors import UserError
 from megatronish.formats.hf.family import CONFIG
-from megatronish.formats.start import of_another_format
-
-FormatName = Literal["hf", "megatronish", "megatron", "megatron-dist"]
+from megatronish.formats.start import FormatName, of_another_format
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class ConvertArguments:
     target_pipeline_parallel_size: int | None = None
     """Megatron-LM: cut the layers into so many stages. Derived: 1."""
     target_expert_parallel_size: int | None = None
-    """Megatron-LM: deal the experts of a layer to so many ranks. Derived: 1."""
+    """Megatron-LM: deal the experts of a layer to so many ranks; megatron-dist: for a run that does. Derived: 1."""
     target_expert_tensor_parallel_size: int | None = None
     """Megatron-LM: cut every expert into so many parts. Derived: --target-tensor-parallel-size."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
@@ -91,6 +89,7 @@ def run(arguments: ConvertArguments) -> int:
         "transformer_impl": arguments.transformer_impl,
         "max_shard_bytes": arguments.max_shard_bytes,
     }
+    allowed = arguments.allow_unmatched is not None and (arguments.allow_unmatched or True)
     report = convert(
         arguments.load,
         arguments.save,
@@ -99,15 +98,23 @@ def run(arguments: ConvertArguments) -> int:
         reading=reading,
         writing={name: value for name, value in writing.items() if value is not None},
         dtype=dtype,
-        allow_unmatched=arguments.allow_unmatched is not None and (arguments.allow_unmatched or True),
+        allow_unmatched=allowed,
         adapter=arguments.adapter,
     )
     print(report)
-    print("weights alone were taken: the optimizer's state and the order of the data start from the beginning")
     print(f"saved {arguments.save}")
     if arguments.prove:
-        kinds = {"source": arguments.source, "target": arguments.target}
-        print("\n".join(prove(arguments.load, arguments.save, **kinds, reading=reading, dtype=dtype)))
+        lines = prove(
+            arguments.load,
+            arguments.save,
+            source=arguments.source,
+            target=arguments.target,
+            reading=reading,
+            dtype=dtype,
+            allow_unmatched=allowed,
+            adapter=arguments.adapter,
+        )
+        print("\n".join(lines))
     return 0
 
 

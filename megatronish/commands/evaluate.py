@@ -89,6 +89,7 @@ def refuse_other_flags(arguments: EvaluateArguments) -> None:
         ("--zero-stage", arguments.zero_stage != 0),
         ("--stride", arguments.stride is not None),
         ("--per-document", arguments.per_document),
+        ("--data-store-cache-path", arguments.data_store_cache_path is not None),
     ):
         if is_given:
             raise UserError(f"{flag} is for perplexity (--data-path); leave it out: tasks run over tp, pp and dp")
@@ -105,7 +106,7 @@ def known_tasks(arguments: EvaluateArguments) -> tuple[str, ...]:
     try:
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
-        raise UserError("lm_eval is not installed; pip install megatronish[eval]") from error
+        raise UserError("lm_eval is not installed; pip install 'megatronish[eval]'") from error
     names = tuple(name for name in (arguments.tasks or "").split(",") if name)
     known = task_manager(arguments, names).all_tasks
     for name in names:

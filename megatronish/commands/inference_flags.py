@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatronish.config.arguments import PluginNames
+from megatronish.config.sections.data import DataConfig, StoreCacheSize
 
 AdapterNames = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 """Adapters, each a folder or NAME=FOLDER."""
@@ -125,7 +126,12 @@ class EvaluateArguments:
     load: Path
     """A run folder, its checkpoints folder or one step's folder, or a Hugging Face folder."""
     data_path: str | None = None
-    """The prefix of a .bin/.idx pair, or a file of JSON lines, plain or .gz."""
+    """The prefix of a .bin/.idx pair, a .shards.json, or a file of JSON lines, plain or .gz; on object storage, too
+    (s3://bucket/PREFIX)."""
+    data_store_cache_path: str | None = None
+    """Folder of this machine for what is read of a prefix on object storage. Derived: one in the user's cache."""
+    data_store_cache_size: StoreCacheSize = DataConfig.data_store_cache_size
+    """Gigabytes that its blocks may have together."""
     tasks: str | None = None
     """Tasks of the lm-evaluation-harness instead of a text: task1,task2. It needs megatronish[eval]."""
     include_path: Path | None = None

@@ -16,7 +16,7 @@ from megatronish.config.hub import local_tokenizer
 from megatronish.config.marks import at_least, at_most
 from megatronish.config.model_source import implied_tokenizer
 from megatronish.config.plugins import import_plugins
-from megatronish.config.sections.data import MANIFEST, DataConfig, FimConfig, Packing, split_part
+from megatronish.config.sections.data import MANIFEST, DataConfig, FimConfig, Packing, StoreCacheSize, split_part
 from megatronish.core.errors import UserError, spelled
 from megatronish.core.figures import no_matplotlib
 from megatronish.core.files import refuse_input_as_output, unwritten
@@ -25,7 +25,8 @@ from megatronish.tokenizer.names import tokenizer_type
 if TYPE_CHECKING:  # they import torch, for which --help need not wait
     from megatronish.data.indexed import IndexedTokens
     from megatronish.data.inspection import NearDuplicates, PairCheck, ShownRun
-    from megatronish.data.sample import Sample
+    from megatronish.data.sample import DatasetSource, Sample
+    from megatronish.data.token_files import TokenFiles
     from megatronish.tokenizer.tokenizer import Tokenizer
 
 LONGEST_TEXT = 1500  # characters of a document or of a run that are shown
@@ -40,7 +41,8 @@ class InspectArguments:
     """Print what a .bin/.idx pair, or a manifest of shards, holds; --check tells whether it is whole."""
 
     prefix: tyro.conf.Positional[str]
-    """PREFIX of PREFIX.bin and PREFIX.idx, or a .shards.json; PREFIX[0:0.9] shows a sample of 90 % of it."""
+    """PREFIX of PREFIX.bin and PREFIX.idx, or a .shards.json, which may be on object storage (s3://bucket/PREFIX).
+    PREFIX[0:0.9] shows a sample of 90 % of it."""
     check: bool = False
     """Check sizes, index, ids and checksums instead; status 1 if something is wrong."""
     json: bool = False
@@ -61,6 +63,10 @@ class InspectArguments:
     """Seed of the order."""
     data_cache_path: str | None = None
     """Where sample indices are kept, for training too. Derived: a folder `cache` next to the prefix."""
+    data_store_cache_path: str | None = None
+    """Folder of this machine for what is read of a prefix on object storage. Derived: one in the user's cache."""
+    data_store_cache_size: StoreCacheSize = DataConfig.data_store_cache_size
+    """Gigabytes that its blocks may have together."""
     reset_position_ids: bool = False
     """Positions start from 0 at each document of the sample."""
     eod_mask_loss: bool = False
@@ -83,6 +89,12 @@ class InspectArguments:
     """The vocabulary, which ids must be below. Derived from the tokenizer."""
     plugin: PluginNames = ()
     """A plug-in (my.module or FILE.py) to import, which runs its code; several are allowed. See docs/PLUGINS.md."""
+
+    def token_files(self) -> "TokenFiles":
+        """What opens the prefix."""
+        from megatronish.data.token_files import TokenFiles
+
+        return TokenFiles(self.data_store_cache_path, self.data_store_cache_size)
 
 
 def main(argv: Sequence[str], *, program: str = "megatronish inspect") -> int:
@@ -118,7 +130,8 @@ def _check(arguments: InspectArguments, prefix: str, tokenizer: "Tokenizer | Non
 
     vocab_size = arguments.vocab_size if tokenizer is None else tokenizer.vocab_size
     seen: list[PairCheck] = []
-    for check in check_pair(prefix, vocab_size=vocab_size, eod=None if tokenizer is None else tokenizer.eod):
+    eod = None if tokenizer is None else tokenizer.eod
+    for check in check_pair(prefix, vocab_size=vocab_size, eod=eod, files=arguments.token_files()):
         seen.append(check)
         if not arguments.json:
             print(f"{'right' if check.is_right else 'WRONG'}  {check.name}: {check.sentence}")
@@ -130,7 +143,7 @@ def _check(arguments: InspectArguments, prefix: str, tokenizer: "Tokenizer | Non
 
 def tokenizer_of(arguments: InspectArguments, prefix: str) -> "Tokenizer | None":
     """The tokenizer that flags name, or that lies next to the prefix; None if there is none."""
-    from megatronish.tokenizer.tokenizer import build_tokenizer
+    from megatronish.tokenizer.build import build_tokenizer
 
     names = ("vocab_file", "merge_file", "vocab_size")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -181,9 +194,10 @@ class Inspection:
         """Read all of the data once, and a part of it for near-duplicates."""
         from megatronish.data.inspection import near_duplicates, runs_of_sample
         from megatronish.data.loader import Collator
-        from megatronish.data.shards import open_tokens
+        from megatronish.data.sample import DatasetSource
 
-        file = open_tokens(prefix)
+        files = arguments.token_files()
+        file = files.open(prefix)
         if not arguments.document < max(1, file.num_documents):
             raise UserError(f"--document {arguments.document} must be below the {file.num_documents} of {prefix}")
         duplicates = near_duplicates(file, most=arguments.near_duplicates)
@@ -196,7 +210,7 @@ class Inspection:
             why = "name a tokenizer (--tokenizer-model, or --tokenizer-type) to see it as the model does"
             return cls(arguments, file, tokenizer, facts, duplicates, no_sample=why)
         try:
-            sample = _sample(arguments, prefix, part, tokenizer)
+            sample = _sample(arguments, DatasetSource("training", prefix, part), tokenizer, files)
         except UserError as error:
             return cls(arguments, file, tokenizer, facts, duplicates, no_sample=str(error))
         collate = Collator(tokenizer.eod, arguments.reset_position_ids, eod_mask_loss=arguments.eod_mask_loss)
@@ -304,11 +318,13 @@ def _facts(file: "IndexedTokens", tokenizer: "Tokenizer | None") -> dict[str, An
     }
 
 
-def _sample(arguments: InspectArguments, prefix: str, part: tuple[float, float], tokenizer: "Tokenizer") -> "Sample":
+def _sample(
+    arguments: InspectArguments, source: "DatasetSource", tokenizer: "Tokenizer", files: "TokenFiles"
+) -> "Sample":
     """The sample of training on this data alone; UserError if there is none."""
     from megatronish.data.fill_in_middle import FilledMiddle, MiddleRule
     from megatronish.data.packed import open_pretraining
-    from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource
+    from megatronish.data.sample import Dataset, DatasetSettings
 
     settings = DatasetSettings(
         seq_length=arguments.seq_length,
@@ -317,8 +333,9 @@ def _sample(arguments: InspectArguments, prefix: str, part: tuple[float, float],
         eod=tokenizer.eod,
         cache_path=arguments.data_cache_path,
         packing=arguments.packing,
+        files=files,
     )
-    dataset: Dataset = open_pretraining(DatasetSource("training", prefix, part), settings)
+    dataset: Dataset = open_pretraining(source, settings)
     if arguments.fim_data:
         config = FimConfig(fim_data=True, fim_rate=arguments.fim_rate, fim_spm_rate=arguments.fim_spm_rate)
         dataset = FilledMiddle(dataset, MiddleRule.of(config, tokenizer), seed=arguments.seed)

@@ -19,7 +19,7 @@ from megatronish.commands.inference_flags import ModelArguments, SamplingArgumen
 from megatronish.commands.model_loading import OpenedModel, open_model, sampling_of
 from megatronish.commands.pretrain import pretrain
 from megatronish.core.errors import RunError, UserError
-from megatronish.data.chat.conversation import Message
+from megatronish.data.chat.conversation import Message, checked_message
 from megatronish.formats.convert import convert
 from megatronish.inference.chat import ChatPrompts
 from megatronish.inference.generate import Sampling
@@ -61,6 +61,11 @@ class LanguageModel:
         arguments = ModelArguments(load=Path(source), adapter=adapters, **options)
         return cls(open_model(arguments), arguments)
 
+    def __repr__(self) -> str:
+        """What was loaded, in a line: a notebook shows it where a cell ends with a model."""
+        adapter = "".join(f", adapter={str(path)!r}" for path in self.arguments.adapter)
+        return f"LanguageModel({str(self.arguments.load)!r}{adapter})"
+
     @overload
     def generate(self, prompts: str, **options: Any) -> str: ...
     @overload
@@ -88,7 +93,8 @@ class LanguageModel:
         prompts = ChatPrompts.of(self.opened.found, self.opened.tokenizer, template=template, seq_length=seen)
         asked: Sequence[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         try:
-            prompt = prompts.fitted(asked, num_tokens=num_tokens)
+            checked = [checked_message(number, message) for number, message in enumerate(asked, 1)]
+            prompt = prompts.fitted(checked, num_tokens=num_tokens)
         except ValueError as error:
             raise UserError(f"the messages cannot be answered: {error}") from error
         adapter = self.opened.adapter(None)

@@ -99,7 +99,7 @@ def _without_environment(error: ModuleNotFoundError) -> str | None:
     are = "is" if len(missing) == 1 else "are"
     return (
         f"{', '.join(missing)} {are} not installed for {sys.executable}; make venv makes an environment with "
-        "all that is needed, to be used as .venv/bin/python; or pip install megatronish, in a checkout pip install -e ."
+        "all that is needed, to be used as .venv/bin/python; or, in a checkout, pip install -e ."
     )
 
 
@@ -198,6 +198,7 @@ COMMANDS = {
     "finetune": Command("train", "finetune", "train a model further, whole or with adapters"),
     "launch": Command("train", "launch", "run a command on the hosts of a hostfile, over ssh"),
     "verify": Command("train", "verify", "check that a layout trains the same model as one process"),
+    "conform": Command("train", "conform", "compare another trainer's gradients with those of one process"),
     "plan": Command("train", "plan", "find the layouts for a model and a machine, with time and memory"),
     "draw": Command("train", "draw", "draw a pipeline schedule, planned or recorded"),
     "watch": Command("train", "report", "show a run while it trains, on the terminal and as a page", "main_watch"),
@@ -221,6 +222,7 @@ COMMANDS = {
     ),
     "judge": Command("models", "judge", "let a model judge the answers of others, as MT-bench does"),
     "convert": Command("models", "convert", "convert models between Hugging Face, Megatron-LM and megatronish"),
+    "recipes": Command("configs", "recipes", "list and copy recipes: a named model, a task, a machine"),
     "from-axolotl": Command("configs", "import_config", "write Axolotl's config.yml as TOML", "main_axolotl"),
     "from-deepspeed": Command("configs", "import_config", "write DeepSpeed's ds_config.json as TOML", "main_deepspeed"),
     "from-accelerate": Command("configs", "import_config", "write Accelerate's YAML as TOML", "main_accelerate"),

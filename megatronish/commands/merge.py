@@ -11,8 +11,12 @@ from pathlib import Path
 
 from megatronish.commands.exit_status import exit_status
 from megatronish.config.arguments import read_arguments
-from megatronish.core.errors import UserError
+from megatronish.config.sections.data import MANIFEST
+from megatronish.core.errors import UserError, without_passwords
+from megatronish.core.files import refuse_url
+from megatronish.core.remote import is_url
 from megatronish.data.indexed import HEADER, IndexedTokens, idx_path
+from megatronish.data.preprocess import refuse_no_name
 from megatronish.data.shards import DataShard, join_with_bar
 
 
@@ -34,6 +38,8 @@ def main(argv: Sequence[str], *, program: str = "megatronish merge") -> int:
 def merge(arguments: MergeArguments) -> int:
     """Write the pair, and report what was done; the exit status."""
     output = arguments.output_prefix
+    refuse_url("--output-prefix", Path(output))
+    refuse_no_name(output)
     prefixes = [prefix for given in arguments.input for prefix in prefixes_of(given, output=output)]
     if not prefixes:
         raise UserError("--input is empty; name a folder of pairs, or their prefixes")
@@ -71,10 +77,20 @@ def prefixes_of(given: str, *, output: str) -> list[str]:
 
     In a folder, a pair `output` is left out: it is what an earlier call wrote.
     """
+    if is_url(given):
+        raise UserError(
+            f"--input {without_passwords(given)} is on object storage, and pairs are merged on a disk; copy its files "
+            "to one, or name several pairs with --data-path"
+        )
     folder = Path(given)
     if not folder.is_dir():
         return [given]
     stems = {str(path.with_suffix("")) for path in folder.iterdir() if path.suffix in (".bin", ".idx")}
+    if manifests := sorted(stem for stem in stems if f"{stem}.json".endswith(MANIFEST)):
+        raise UserError(
+            f"--input {given} holds {manifests[0]}.json, which joins shards and is no pair; move it to another folder, "
+            "or name the prefixes of the pairs"
+        )
     prefixes = sorted(stem for stem in stems if absolute(stem) != absolute(output))
     if not prefixes:
         raise UserError(f"--input {given} holds no .bin/.idx pair; name a folder of pairs, or their prefixes")

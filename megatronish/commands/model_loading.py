@@ -19,8 +19,9 @@ from megatronish.inference.generate import Sampling
 from megatronish.inference.load import SavedModel, find_trained, load_found
 from megatronish.inference.session import Session
 from megatronish.launch.place import Place
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.control_tokens import SpanTokens
-from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 from megatronish.train.run import start_mesh
 
 NONE = "none"

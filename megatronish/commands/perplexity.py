@@ -23,12 +23,13 @@ from megatronish.core.errors import UserError
 from megatronish.core.files import refuse_input_as_output
 from megatronish.data.loader import Collator
 from megatronish.data.text import TokenizedText, Windows, read_text
+from megatronish.data.token_files import TokenFiles
 from megatronish.inference.load import SavedModel, find_trained, load_engine
 from megatronish.inference.perplexity import Perplexity, measure
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import leave
-from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.train.run import start_mesh
 
 MAX_DERIVED_SEQ_LENGTH = 4096  # windows of 131072 tokens, as some models allow, cost much memory and time
@@ -71,6 +72,7 @@ def prepare(arguments: EvaluateArguments, place: Place | None) -> Evaluation:
         json_key=arguments.json_key,
         vocab_size=saved_model.description.vocab_size,
         eod=saved_model.description.eod,
+        files=TokenFiles(arguments.data_store_cache_path, arguments.data_store_cache_size),
     )
     starts = text.starts if arguments.per_document else text.starts[[0, -1]]
     windows = Windows(text.tokens, starts, seq_length=seq_length, stride=stride)

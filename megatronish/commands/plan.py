@@ -65,7 +65,8 @@ class PlanArguments:
     estimator: Literal["deepspeed"] | None = None
     """Print the memory estimates of this program's own formulas instead."""
     probe: Path | None = None
-    """Measure this machine's matrix products and host, and append them to this file."""
+    """Measure this machine's matrix products, memory and host, and the links of its GPUs (of --gpus ranks), and append
+    them to this file."""
     calibrate: tuple[Path, ...] = ()
     """Files of measurements (of --probe, of collectives) that --device is corrected by."""
     write_device: Path | None = None
@@ -150,6 +151,7 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
             device,
             Candidate(MeshSizes(tp=layout.tp, cp=layout.cp), config.training.micro_batch_size),
             arguments.probe,
+            arguments.gpus,
         )
     if arguments.gpus is None:
         if arguments.calibrate:
@@ -216,7 +218,7 @@ def _vocab_size(config: Config) -> int:
     if config.data.vocab_size is not None:
         return config.data.vocab_size
     try:
-        from megatronish.tokenizer.tokenizer import build_tokenizer  # where the config does not say it
+        from megatronish.tokenizer.build import build_tokenizer  # where the config does not say it
 
         return build_tokenizer(config.data).vocab_size
     except (UserError, OSError) as error:

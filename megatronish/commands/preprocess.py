@@ -30,12 +30,15 @@ from megatronish.config.plugins import import_plugins
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
 from megatronish.core.remote import Location
-from megatronish.data.cleaning import Cleaning
+from megatronish.data.cleaning import Cleaning, RemovedCounts
+from megatronish.data.encoding import Encoder
 from megatronish.data.inputs import input_files, listed, same_names
-from megatronish.data.preprocess import Summary, output_name, preprocess
+from megatronish.data.preprocess import Summary, output_name, preprocess, refuse_no_name
 from megatronish.data.stores import size_of
+from megatronish.tokenizer.build import build_tokenizer
+from megatronish.tokenizer.faster import faster
 from megatronish.tokenizer.names import tokenizer_type
-from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,27 @@ class TokenizingArguments:
     keep_fraction: float = 1.0
     """Keep this part of the documents, by a hash of their text, so that equal texts stay together."""
     sampling_seed: int = 0
-    """Which documents --keep-fraction keeps."""
+    """Which documents --keep-fraction keeps, and --sample-weights copies."""
+    sample_weights: tuple[str, ...] = ()
+    """How often documents are written, by a field or by the input's path: source=wiki:2 'books/*:0.5'."""
+    deduplicate: Literal["none", "exact", "minhash"] = "none"
+    """Keep the first of documents that are alike: with equal texts, or with most of their runs of words in common."""
+    minhash_ngram: int = 5
+    """Words of a run."""
+    minhash_bands: int = 14
+    """Bands of minima; texts that are equal in one of them are alike."""
+    minhash_rows: int = 8
+    """Minima of a band. With 14 bands of 8 texts are alike from about 72 % of common runs on."""
+    filter_language: tuple[str, ...] = ()
+    """Languages to keep, such as en de, judged by --language-model, else by the package py3langid."""
+    language_model: str | None = None
+    """A model of fastText that names languages, such as lid.176.bin."""
+    min_language_score: float = 0.65
+    """Leave documents out whose language is less sure than this."""
+    decontaminate: tuple[str, ...] = ()
+    """Files of JSON or Parquet with texts, such as a benchmark's: leave documents out that share a run of words."""
+    decontaminate_ngram: int = 13
+    """Words of such a run, without case and punctuation."""
     strict: bool = False
     """A bad line is an error instead of being skipped and counted."""
     max_bad_fraction: float = 0.5
@@ -95,12 +118,15 @@ class PreprocessArguments(TokenizingArguments):
     """Tokenize JSON lines into PREFIX_KEY_document.bin/.idx, Megatron's format.
 
     On many machines: preprocess plan, preprocess run, preprocess status, preprocess merge; each has its --help.
+    The sample indices of a run, ahead of it: preprocess cache, with the run's flags.
     """
 
     workers: int = 1
     """Processes that tokenize."""
     log_interval: Annotated[int, at_least(1), at_most(2**63 - 1)] = 100_000
     """Documents between lines of progress where there is no terminal for a bar."""
+    show_removed: bool = False
+    """Show ten documents of each reason for which cleaning left documents out, or added copies."""
 
 
 Arguments = TypeVar("Arguments", bound=TokenizingArguments)
@@ -150,19 +176,24 @@ def read_tokenizing(kind: type[Arguments], argv: Sequence[str], *, program: str)
 def run(arguments: PreprocessArguments) -> int:
     """Write the files, and report what was done; the exit status."""
     import_plugins(arguments.plugin)
+    refuse_no_name(arguments.output_prefix)
     files = input_files(arguments.input)
     tell_files(files)
-    num_bytes = sum(map(size_of, files))
+    num_bytes, cleaning = sum(map(size_of, files)), Cleaning.of(vars(arguments))
+    if cleaning.deduplication.is_wanted:  # all is read twice
+        num_bytes *= 2
+    cleaning.weights.refuse_unused([str(path) for path in files])
+    tell_references(cleaning)
     progress = PreprocessProgress(num_bytes=num_bytes, log_interval=arguments.log_interval)
     try:
         summary = preprocess(
             files,
             arguments.output_prefix,
-            tokenizer=partial(plugged_tokenizer, arguments.plugin, tokenizer_settings(arguments)),
+            tokenizer=partial(writing_tokenizer, arguments.plugin, tokenizer_settings(arguments)),
             json_keys=arguments.json_keys,
             append_eod=arguments.append_eod,
             split_sentences=arguments.split_sentences,
-            cleaning=Cleaning.of(vars(arguments)),
+            cleaning=cleaning,
             workers=arguments.workers,
             strict=arguments.strict,
             max_bad_fraction=arguments.max_bad_fraction,
@@ -174,7 +205,7 @@ def run(arguments: PreprocessArguments) -> int:
     print(summary)
     prefix, splits = arguments.output_prefix, arguments.split_sentences
     print(" ".join(output_name(prefix, key, split_sentences=splits) for key in arguments.json_keys), flush=True)
-    for line in summary.removed.lines(examples=False):
+    for line in cleaning_lines(summary.removed, summary.copied, examples=arguments.show_removed):
         print(line, file=sys.stderr)
     if summary.bad_lines:
         print(f"{summary.bad_lines:,} of {summary.lines:,} lines were bad and were left out", file=sys.stderr)
@@ -196,10 +227,26 @@ def tell_files(files: Sequence[Location]) -> None:
         )
 
 
+def cleaning_lines(removed: RemovedCounts, copied: RemovedCounts, *, examples: bool) -> list[str]:
+    """A line of each rule of cleaning about the documents that it took or copied, and of each example of them."""
+    return [*removed.lines(examples=examples), *copied.lines(examples=examples, what="copies were added")]
+
+
+def tell_references(cleaning: Cleaning) -> None:
+    """Print what decontamination looks for. UserError for files and libraries of the rules that cannot be read."""
+    if (references := cleaning.opened().references) is not None:
+        print(f"decontamination: {references}", file=sys.stderr)
+
+
 def plugged_tokenizer(plugins: Sequence[str], settings: DataConfig) -> Tokenizer:
     """The tokenizer in any process: a worker is a new process, which has not imported the plug-in yet."""
     import_plugins(plugins)
     return build_tokenizer(settings)
+
+
+def writing_tokenizer(plugins: Sequence[str], settings: DataConfig) -> Encoder:
+    """The tokenizer of a process that writes texts, with a faster library where there is one."""
+    return faster(plugged_tokenizer(plugins, settings))
 
 
 def tokenizer_settings(arguments: TokenizingArguments) -> DataConfig:
@@ -297,7 +344,15 @@ class OwnFlags(NamedTuple):
     notes: list[str]
 
 
-LISTS = ("--input", "--json-keys", "--filter", "--tiktoken-special-tokens")
+LISTS = (
+    "--input",
+    "--json-keys",
+    "--filter",
+    "--filter-language",
+    "--decontaminate",
+    "--sample-weights",
+    "--tiktoken-special-tokens",
+)
 """Flags of several values: given several times, their values add up, in the order given."""
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from megatronish.core.errors import RunError, UserError
-from megatronish.data.tasks import Plan, Sign, sign_of
+from megatronish.data.tasks import Phase, Plan, Sign, sign_of
 
 MAX_RETRIES = 5
 """Runs of a task after the first, where its node or process has left."""
@@ -33,7 +33,9 @@ class TaskOutcome(NamedTuple):
     is_of_machine: bool = False
 
 
-def run_on_ray(plan: Plan, numbers: Sequence[int], work: Callable[[int], TaskOutcome], *, workers: int) -> int:
+def run_on_ray(
+    plan: Plan, phase: Phase, numbers: Sequence[int], work: Callable[[int], TaskOutcome], *, workers: int
+) -> int:
     """Run tasks on a cluster; the exit status: 0, 1 after a failure of the machine alone, 2 after a mistake.
 
     `work` runs a task in a process of Ray, and returns a failure in place of raising it.
@@ -42,7 +44,7 @@ def run_on_ray(plan: Plan, numbers: Sequence[int], work: Callable[[int], TaskOut
     _tell_too_many_workers(ray, workers)
     started, left, running = time.time(), list(reversed(numbers)), dict[Any, int]()
     remote = ray.remote(num_cpus=workers, max_retries=MAX_RETRIES)(_in_folder)
-    progress, status = _RayProgress(plan, len(numbers), started), 0
+    progress, status = _RayProgress(plan, phase, len(numbers), started), 0
     try:
         while left or running:
             while left and len(running) < MAX_SUBMITTED:
@@ -114,8 +116,8 @@ def _outcome_of(ray: Any, reference: Any, number: int) -> TaskOutcome:
 class _RayProgress:
     """One line about all nodes: a bar on a terminal, else a line now and then; and a line of each task that ended."""
 
-    def __init__(self, plan: Plan, num_tasks: int, started: float) -> None:
-        self._plan, self._started, self._told = plan, started, started
+    def __init__(self, plan: Plan, phase: Phase, num_tasks: int, started: float) -> None:
+        self._plan, self._phase, self._started, self._told = plan, phase, started, started
         self._bar = tqdm(total=num_tasks, unit=" tasks", desc="ray", disable=None)
         self._ended = self._failed = 0
 
@@ -139,7 +141,9 @@ class _RayProgress:
         signs: Mapping[int, Sign] = {
             number: sign
             for number in list(running)[: MAX_SUBMITTED // 4]
-            if (sign := sign_of(self._plan, number)) is not None and sign.heard >= self._started and not sign.failure
+            if (sign := sign_of(self._plan, number, self._phase)) is not None
+            and sign.heard >= self._started
+            and not sign.failure
         }
         machines = len({sign.host for sign in signs.values()})
         documents = sum(sign.documents for sign in signs.values())

@@ -18,15 +18,19 @@ from megatronish.config.arguments import read_arguments
 from megatronish.core.errors import UserError
 from megatronish.core.files import naming
 
+COMPARED = "compared.html"  # not report.html, which is the page that the first run wrote of itself
+
 
 @dataclass(frozen=True)
 class ReportArguments:
     """Write a page of a run, or of several next to each other: one HTML file that needs no network."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
+    ]
     """Run folders."""
     output: Path | None = None
-    """FILE.html. Derived: report.html in the first run's folder."""
+    """FILE.html. Derived: report.html in the run's folder; of several compared.html in that of the first."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def _report(arguments: ReportArguments) -> int:
 
     if not arguments.runs:
         raise UserError("no run is named; name the folder that --run-dir was, for example megatronish report runs/demo")
-    output = arguments.output or arguments.runs[0] / PAGE
+    output = arguments.output or arguments.runs[0] / (PAGE if len(arguments.runs) == 1 else COMPARED)
     if output.is_dir():
         raise UserError(f"--output {output} is a folder; name a file in it, for example {output / PAGE}")
     with naming(output):
@@ -74,14 +78,15 @@ def _watch(arguments: WatchArguments) -> int:
     from rich.live import Live
 
     from megatronish.report.live import picture_of
+    from megatronish.report.page.contents import curves_of
     from megatronish.report.page.serve import served
 
     if not 0.1 <= arguments.every <= 3600:
         raise UserError(f"--every {arguments.every:g} must be from 0.1 to 3600 seconds; for example 2")
     if not 0 <= arguments.port < 2**16:
         raise UserError(f"--port {arguments.port} must be from 0 to 65535; 0 takes one that is free")
-    console = Console()
-    picture, has_ended = picture_of(arguments.run, width=console.width)
+    console, curves = Console(), curves_of(arguments.run, hurries=not arguments.once)
+    picture, has_ended = picture_of(arguments.run, curves, width=console.width)
     if arguments.once:
         console.print(picture)
         return 0
@@ -93,6 +98,9 @@ def _watch(arguments: WatchArguments) -> int:
         with Live(picture, console=console, auto_refresh=False, transient=False) as live:
             while not has_ended:
                 time.sleep(arguments.every)
-                picture, has_ended = picture_of(arguments.run, width=console.width)
+                picture, has_ended = picture_of(arguments.run, curves, width=console.width)
                 live.update(picture, refresh=True)
+            if curves.is_behind:  # an end is shown as it is, not by a sample
+                curves.catch_up()
+                live.update(picture_of(arguments.run, curves, width=console.width)[0], refresh=True)
     return 0

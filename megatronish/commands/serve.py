@@ -45,7 +45,7 @@ def prepare(arguments: ServeArguments) -> ServerTask:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise UserError(f"{name} is not installed; pip install megatronish[serve]") from error
+            raise UserError(f"{name} is not installed; pip install 'megatronish[serve]'") from error
     if BASE in model.found.adapters:
         raise UserError(
             f"--adapter has the name {BASE}, which is that of the model itself; give it another: NAME=FOLDER"
@@ -124,7 +124,8 @@ def answer_requests(task: ServerTask, session: Session, listening: socket.socket
     while thread.is_alive() and not server.started:
         time.sleep(0.01)
     host, port = listening.getsockname()[:2]
-    print(f"serving {', '.join(served.names)} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    print(f"serving {', '.join(served.names)} at {address}/v1\nto chat in a browser: {address}/", flush=True)
     texts.work(lambda: server.should_exit or not thread.is_alive())
     thread.join()
     for signum, handler in before.items():

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megatronish.commands.configuration import read_config
+from megatronish.config.settings import HELP, HELP_ALL
 from megatronish.core.errors import UserError
 
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str], *, program: str = "megatronish verify") -> int:
     parser.add_argument("--steps", type=int, default=5)
     own, others = parser.parse_known_args(argv)
     try:
-        if {"-h", "--help"} & set(others):
+        if {*HELP, HELP_ALL} & set(others):
             print(f"{__doc__}\nThe flags of pretrain:\n")
         config, notes = read_config(others, program=program)
         if own.steps < 1:

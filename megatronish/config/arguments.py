@@ -10,14 +10,13 @@ from typing import Annotated, Any, TypeVar, get_origin
 import tyro
 
 from megatronish.config.fields import Field, fields_of
-from megatronish.config.settings import flags_of
+from megatronish.config.settings import HELP, flags_of
 from megatronish.core.errors import UserError
 
 PluginNames = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 """Plug-ins to import, which runs their code: modules (my.module) or files (FILE.py). See docs/PLUGINS.md."""
 
 Arguments = TypeVar("Arguments")
-HELP = ("-h", "--help")
 
 
 def read_arguments(
@@ -69,8 +68,9 @@ def _problems(kind: type[Any], argv: Sequence[str]) -> Iterator[str]:
             yield f"{' '.join(values)} belongs to no flag; flags start with --"
         elif field is None:
             yield f"{flag} is not a flag{_meant(flag, by_flag)}"
-        elif field.type is bool and values:
-            yield f"{flag} {' '.join(values)}: {flag} takes no value; leave {' '.join(values)} out"
+        elif field.type is bool:  # by itself it always fits; a class of it alone would have it take a value
+            if values:
+                yield f"{flag} {' '.join(values)}: {flag} takes no value; leave {' '.join(values)} out"
         elif not _fits(field, flag, values):
             yield f"{flag} {' '.join(value or repr('') for value in values)}".rstrip() + f" must be {field.wants}"
     missing = [_flags(field)[0] for name, field in fields.items() if _is_required(field) and name not in given]

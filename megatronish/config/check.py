@@ -27,11 +27,13 @@ from megatronish.config.rules import (
     run,
     t5,
     training,
+    width,
 )
 from megatronish.config.sections.data import MANIFEST, DataConfig, parse_blend, split_part
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import parse_batch_sizes
 from megatronish.config.shipped import HOW_TO_MAKE
+from megatronish.core.remote import is_url
 from megatronish.parallel.schedules.simulate import refuse_schedule
 from megatronish.parallel.schedules.table import SCHEDULES
 
@@ -69,6 +71,7 @@ RULES = (
     *parallel.ZERO_RULES,
     *model.RULES,
     *block.RULES,
+    *width.RULES,
     *latent.RULES,
     *prediction.RULES,
     *experts.RULES,
@@ -166,6 +169,8 @@ def _missing_data(data: DataConfig) -> Iterator[str]:
         except ValueError:  # the rules say so
             continue
         for prefix in prefixes:
+            if is_url(prefix):  # its store is asked once, when it is opened
+                continue
             # Asked first: the system calls below raise ValueError or OSError for what can be no path.
             if complaint := _no_path(prefix):
                 yield f"{name}={prefix[:60]!r}: {complaint}"

@@ -11,7 +11,7 @@ from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.run import CheckpointConfig, LogConfig, ResilienceConfig
 from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
-from megatronish.core.layout import Layout
+from megatronish.core.layout import Layout, choices_of_an_expert
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.parallel.schedules.table import SCHEDULES
 
@@ -85,6 +85,31 @@ class Config:
         goes_round = layout.cp > 1 and parallel.cp_comm_type == "p2p" and self.model.has_small_latents(layout.tp)
         has_others = self.adapter.is_used or self.measures_logits
         return goes_round and not has_others and not SCHEDULES[parallel.schedule].has_weight_gradients
+
+    @property
+    def multiplies_by_pieces(self) -> bool:
+        """Whether products over tp are computed piece by piece, while the next one goes round.
+
+        A base of codes is dequantised once a product, which would be once a piece.
+        """
+        parallel = self.parallel
+        return parallel.tp_comm_overlap and parallel.sequence_parallel and self.adapter.quantize_base is None
+
+    @property
+    def rows_of_experts(self) -> tuple[int, int]:
+        """Rows of a micro-batch that a rank sends to experts: where the load is even, and as there is room for them."""
+        model, layout, (ep, etp) = self.model, self.layout, self.parallel.expert_layout
+        assert model.num_experts is not None
+        training = self.training
+        tokens = training.micro_batch_size * training.seq_length // layout.cp // layout.tp * etp
+        sizes = {"num_chosen": model.moe_router_topk, "num_experts": model.num_experts}
+        capacity = None
+        if model.moe_expert_capacity_factor is not None:
+            limit = choices_of_an_expert(model.moe_expert_capacity_factor, **sizes, seq_length=training.seq_length)
+            capacity = training.micro_batch_size * min(limit, tokens // training.micro_batch_size)
+        room = self.parallel.row_room.rows(tokens, ep=ep, capacity=capacity, **sizes)
+        even = tokens * model.moe_router_topk
+        return even, even if room is None else ep * room
 
     @property
     def measures_logits(self) -> bool:

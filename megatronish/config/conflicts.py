@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from megatronish.config.fields import FIELDS, VERBATIM
 from megatronish.config.flag_meaning import Setting
 from megatronish.config.marks import ADDS_UP
+from megatronish.config.sections.width import OF_MUP
 from megatronish.core.errors import STARS
 
 Values = Mapping[str, Any]
@@ -74,6 +75,7 @@ CONFLICTS = (
         ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         "layers are shared out by hand or evenly",
     ),
+    Conflict(("mup_base_hidden_size",), ("mup_width_mult",), "both say how much wider than its base a model is"),
     Conflict(("rampup_batch_size",), ("step_batch_size_schedule",), "the batch grows in one way"),
     Conflict(("data_path",), _SPLIT_DATA, "--data-path is cut by --split, the others are not"),
 )
@@ -88,6 +90,7 @@ IDLE_ONCE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "qk_l2_norm": ("position_embedding_type", ("learned_absolute", "alibi", "none")),
     **dict.fromkeys(("rope_mscale", "rope_mscale_all_dim"), ("multi_latent_attention", (False,))),
     "max_position_embeddings": ("position_embedding_type", ("rope", "alibi", "none")),
+    **dict.fromkeys(OF_MUP[1:], ("use_mup", (False,))),
 }
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.pattern import READ_BY
 from megatronish.config.sections.run import LogConfig
 from megatronish.config.sections.training import TrainingConfig, parse_batch_sizes
+from megatronish.config.sections.width import OF_MUP
 from megatronish.core.errors import UserError
 from megatronish.core.names import OPTIMIZER_NAMES
 from megatronish.tokenizer.names import LARGEST_VOCABULARY, SPECIAL_TOKENS_LAST, TEKKEN, WORDPIECE, tokenizer_type
@@ -139,7 +141,9 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
+SHARED_OVER_TP = {"sequence_parallel": "shares norms and dropout", "tp_comm_overlap": "hides exchanges"}
 EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+EXPERT_ROWS = ("moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity")
 
 
 class Derived(NamedTuple):
@@ -166,14 +170,14 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
     # 2. Settings that have another meaning, or none, next to the rest: they are replaced, so that no later reader sees
     # both.
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        config = with_fields(config, sequence_parallel=False)
-        notes.append(
-            "sequence_parallel is off: it shares norms and dropout over tensor_model_parallel_size, which is 1"
-        )
+    if config.parallel.tensor_model_parallel_size == 1:
+        for name, does in SHARED_OVER_TP.items():
+            if getattr(config.parallel, name):
+                config = with_fields(config, **{name: False})
+                notes.append(f"{name} is off: it {does} over tensor_model_parallel_size, which is 1")
     config, of_tokens = _tokens_as_samples(_sums_of_sides(config), invalid)
-    notes += [*of_tokens, *_idle_loss_scale(config.training)]
-    config = _objective_of_model(_last_batch_size(config, invalid))
+    config, of_width = _factors_of_width(_objective_of_model(_last_batch_size(config, invalid)), invalid)
+    notes += [*of_tokens, *of_width, *_idle_loss_scale(config.training)]
     config = with_fields(config, pipeline_schedule=config.parallel.schedule)
     # 3. Notes about what no part of this run reads. None of them changes the config, except for the sizes of a grid of
     # experts.
@@ -191,8 +195,8 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         notes.append(f"{', '.join(counted)}: idle, as pipeline_model_parallel_size is 1")
     if parallel.device == "cpu" and config.recompute.offload_saved_activations:
         notes.append("offload_saved_activations gains nothing: the device's memory is the CPU's")
-    notes += _idle_sharing(config.parallel) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
-    notes += _idle_experts(config) + _idle_model(config.model)
+    notes += _idle_sharing(config) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
+    notes += _idle_experts(config) + _idle_model(config.model) + _idle_recompute(config, invalid)
     if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
         config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     # 4. Made-up tokens stand in for all files; the vocabulary remains, as the model's size depends on it.
@@ -279,20 +283,57 @@ def _objective_of_model(config: Config) -> Config:
     return with_fields(config, objective="masked_lm")
 
 
+def _factors_of_width(config: Config, invalid: Collection[str]) -> tuple[Config, list[str]]:
+    """Config with the factors that muP gives its model, and a note."""
+    model = config.model
+    if not model.use_mup or {*OF_MUP, "hidden_size", "num_attention_heads", "kv_channels"} & set(invalid):
+        return config, []
+    if not all(math.isfinite(getattr(model, name) or 0.0) for name in OF_MUP):  # it has a complaint of its own
+        return config, []
+    with suppress(ArithmeticError, ValueError):  # of sizes and factors that the rules complain about
+        factors = model.factors_of_width
+        values = ", ".join(f"{name}={value:g}" for name, value in factors.items())
+        note = f"use_mup: hidden matrices have their initial std / {math.sqrt(model.width_mult):g}, {values}"
+        return replace(config, model=model.written_out), [note] if factors else []
+    return config, []
+
+
 def _idle_experts(config: Config) -> list[str]:
     """Notes about settings of experts in a model without experts, and about those of another kind of router."""
     if config.model.num_experts is not None:
-        return _idle_router(config.model)
+        return _idle_router(config.model) + _idle_rooms(config.parallel)
     # Compared with the defaults: a field that was set to its default asks for nothing, so it needs no note.
-    names = [*(name for name in vars(config.model) if name.startswith("moe_")), *EXPERT_SIZES]
+    names = [*(name for name in vars(config.model) if name.startswith("moe_")), *EXPERT_SIZES, *EXPERT_ROWS]
     values = vars(config.model) | vars(config.parallel)
     given = [f"{name}={values[name]}" for name in names if values[name] != FIELDS[name].default]
     return [f"{', '.join(given)}: idle, as --num-experts is not given"] if given else []
 
 
+def _idle_recompute(config: Config, invalid: Collection[str]) -> list[str]:
+    """Note about MLPs to compute again in a model that has experts in their place."""
+    model, of_layers = config.model, {"num_experts", "num_layers", "moe_layer_freq"}
+    if of_layers & set(invalid) or "mlp" not in config.recompute.recompute_modules:
+        return []
+    with suppress(ArithmeticError, ValueError):  # of a pattern that the rules complain about
+        if model.expert_layers and all(model.expert_layers):
+            return ["recompute_modules=mlp: idle, as every layer has experts; moe computes those again"]
+    return []
+
+
+def _idle_rooms(parallel: ParallelConfig) -> list[str]:
+    """Note about rooms for rows that go nowhere."""
+    given = [name for name in EXPERT_ROWS if getattr(parallel, name)]
+    if not given or parallel.has_rooms:
+        return []
+    return [f"{', '.join(given)}: idle, as expert_model_parallel_size is 1, and no row leaves its rank"]
+
+
 def _idle_model(model: ModelConfig) -> list[str]:
     """Notes about other options of the model that it does not read."""
-    return _idle_pattern(model) + _idle_latent(model) + _idle_temperature(model) + _idle_prediction(model)
+    return [
+        *(_idle_pattern(model) + _idle_latent(model) + _idle_temperature(model)),
+        *(_idle_prediction(model) + _idle_mup(model)),
+    ]
 
 
 def _idle_pattern(model: ModelConfig) -> list[str]:
@@ -330,6 +371,12 @@ def _idle_prediction(model: ModelConfig) -> list[str]:
     return [f"{name}={value}: idle, as --mtp-num-layers is not given"]
 
 
+def _idle_mup(model: ModelConfig) -> list[str]:
+    """Note about a base model that no width is compared with."""
+    given = [f"{name}={getattr(model, name)}" for name in OF_MUP if getattr(model, name) != FIELDS[name].default]
+    return [f"{', '.join(given)}: idle, as --use-mup is not given"] if given and not model.use_mup else []
+
+
 def _idle_router(model: ModelConfig) -> list[str]:
     """Notes about settings that this kind of router does not read."""
     is_sigmoid, notes = model.moe_router_score_function == "sigmoid", []
@@ -354,9 +401,13 @@ def _idle_loss_scale(training: TrainingConfig) -> list[str]:
     return [f"{', '.join(given)}: idle, as {training.precision} needs no loss scale; --fp16 would use it"]
 
 
-def _idle_sharing(parallel: ParallelConfig) -> list[str]:
-    """Notes about settings that the stage of ZeRO does not read."""
-    notes = []
+def _idle_sharing(config: Config) -> list[str]:
+    """Notes about settings that the stage of ZeRO, or what is quantised, does not read."""
+    parallel, notes = config.parallel, []
+    if parallel.tp_comm_overlap and config.adapter.quantize_base is not None:
+        notes.append("tp_comm_overlap is idle: quantize_base would be dequantised once a piece")
+    if parallel.tp_comm_overlap_backend != "p2p" and not parallel.tp_comm_overlap:
+        notes.append("tp_comm_overlap_backend is idle, as --tp-comm-overlap is not given")
     if parallel.zero == 3 and not (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
         notes.append(
             "overlap_grad_reduce and overlap_param_gather are idle: with zero_stage=3 fully_shard overlaps both"

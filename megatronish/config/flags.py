@@ -4,11 +4,8 @@
 flag what becomes of it.
 """
 
-import ast
-import inspect
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import get_type_hints
 
 from megatronish.compat.megatron_flags.differences import DIFFERENCES, TRIED
@@ -17,6 +14,7 @@ from megatronish.compat.megatron_flags.table import KNOWN, known_flag
 from megatronish.config.config import Config
 from megatronish.config.data_lists import DATA_LISTS
 from megatronish.config.fields import ALIASES, FIELDS, Field
+from megatronish.config.help import meanings
 from megatronish.config.marks import REQUIRED
 from megatronish.config.suggest import unknown
 
@@ -61,8 +59,8 @@ def flags_markdown() -> str:
     """Text of the page docs/FLAGS.md."""
     parts = [_INTRODUCTION, _tried()]
     for section, section_type in get_type_hints(Config).items():
-        meanings = _meanings(section_type)
-        rows = [_field_row(field, meanings[field.name]) for field in FIELDS.values() if field.section == section]
+        texts = meanings(section_type)
+        rows = [_field_row(field, texts[field.name]) for field in FIELDS.values() if field.section == section]
         parts.append(_table(f"## [{section}]", "flag | default | meaning", rows))
     differing = [f"`{FIELDS[name].flag}` | {text}" for name, text in DIFFERENCES.items()]
     parts.append(_table("## Where a flag differs from Megatron-LM", "flag | difference", differing))
@@ -170,19 +168,7 @@ def _field_row(field: Field, meaning: str) -> str:
     empty = field.default is None or field.default == () or REQUIRED in field.marks
     default = "" if empty else f"`{str(field.default).lower() if field.type is bool else field.default}`"
     values = f" ({field.wants.removeprefix('one of ')})" if field.choices else ""
-    return f"{flag} | {default} | {meaning}{values}"
-
-
-def _meanings(section_type: type) -> dict[str, str]:
-    """{field: the text under it}, read from the source, as Python keeps no docstrings of fields."""
-    texts = {}
-    for part in section_type.__mro__[:-1]:  # all except `object`
-        (section,) = ast.parse(inspect.getsource(part)).body
-        assert isinstance(section, ast.ClassDef)
-        for field, text in pairwise(section.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-                texts[field.target.id] = str(ast.literal_eval(text.value))
-    return texts
+    return f"{flag} | {default} | {' '.join(meaning.split())}{values}"
 
 
 if __name__ == "__main__":

@@ -122,7 +122,9 @@ def from_hub(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     # once the config is known to be right.
     changed: dict[str, Any] = {}
     notes: list[str] = []
-    for field, choose in (("load_hf", described), ("tokenizer_model", tokenizer)):
+    # Made-up tokens need no tokenizer: a dry run of a config that names one works without a network.
+    described_by = {"load_hf": described} | ({} if given.get("mock_data") else {"tokenizer_model": tokenizer})
+    for field, choose in described_by.items():
         if (name := hub_name(given.get(field) or "")) is not None:
             folder = fetch(name, "model", choose, flag=f"--{field.replace('_', '-')}")
             changed[field] = str(folder)

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 from megatronish.config.dump import section_of
 from megatronish.config.fields import FIELDS
 from megatronish.config.flag_meaning import Setting
+from megatronish.config.layer_pattern import canonical
 from megatronish.config.marks import TRAINING_ONLY
 from megatronish.config.portable import TOKENIZER_PATHS, with_copies
 from megatronish.config.sections.latent import SIZES
-from megatronish.config.sections.model import ModelConfig, canonical
+from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.pattern import READ_BY
 from megatronish.config.sections.run import CheckpointConfig
+from megatronish.config.sections.width import OF_MUP
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import shown
 from megatronish.core.names import BLOCK_NAMES
@@ -137,6 +139,7 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
     Every field of ModelConfig counts, with derived sizes written out, except those marked TRAINING_ONLY and those that
     this model does not read. A new field counts by itself: weights of another model cannot continue a run unnoticed.
     """
+    model = model.written_out
     fields = vars(model) | {
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.num_kv_heads,
@@ -166,7 +169,7 @@ def function_of(model: ModelConfig, *, seq_length: int) -> dict[str, Any]:
 
 def _idle_fields(model: ModelConfig) -> set[str]:
     """Fields that a model of this kind does not read."""
-    idle = {"group_query_attention"}  # contained in the number of query groups
+    idle = {"group_query_attention", *OF_MUP}  # contained in the number of query groups, and in factors
     if model.position_embedding_type != "learned_absolute":
         idle |= {"max_position_embeddings", "position_offset"}
     if model.position_embedding_type != "rope":

@@ -23,6 +23,7 @@ TOKENIZER_PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 
 WRITTEN = (
     *("run_dir", "save", "local_save", "offload_folder", "tensorboard_dir", "wandb_save_dir", "data_cache_path"),
+    "data_store_cache_path",
     *("memory_snapshot_path", "dry_run_report", "kill_switch_path"),
 )
 """Fields that name a file or a folder, whether it is there or not."""

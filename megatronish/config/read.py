@@ -20,24 +20,19 @@ from megatronish.config.check import problems as broken_rules
 from megatronish.config.config import Config
 from megatronish.config.conflicts import merge, settle, with_passwords
 from megatronish.config.defaults import derive
-from megatronish.config.fields import FIELDS, SECTIONS, with_fields
+from megatronish.config.fields import FIELDS, with_fields
 from megatronish.config.flag_meaning import Setting, Settings
+from megatronish.config.help import print_help
 from megatronish.config.hub import from_hub, hub_name
 from megatronish.config.model_source import ReadStart, Start, contradictions, implied_tokenizer, stretched
 from megatronish.config.plugins import import_plugins
-from megatronish.config.sections.model import ExpertOptions
-from megatronish.config.settings import CommandLine, asks_for_mock_data, read_command_line, read_file
+from megatronish.config.sections.experts import ExpertOptions
+from megatronish.config.settings import HELP_ALL, CommandLine, asks_for_mock_data, read_command_line, read_file
 from megatronish.config.shipped import config_path, of_other_framework, shipped_configs
 from megatronish.core.errors import UserError, without_passwords
 
 PROGRAM = "pretrain_gpt.py"
 LARGEST = 2**24  # bytes of a file; ours have a few thousand
-_NAMES = [f"[{section}]" for section in SECTIONS]
-DESCRIPTION = (
-    f"Pretrains a GPT. --config FILE.toml, or --config NAME of a config that comes with megatronish (demo, quick ...), "
-    f"reads sections {', '.join(_NAMES[:-1])} and {_NAMES[-1]}; the flags below override it. Names and meanings are "
-    "Megatron-LM's where it has the flag."
-)
 
 
 class ConfigError(UserError):
@@ -69,12 +64,12 @@ def read_config(
 
     `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help. Without
     `needs_files`, data and tokenizer may be elsewhere; `settle_layout` replaces the layout before the check. Prints and
-    exits 0 on --help. ConfigError with all problems.
+    exits 0 on --help (help.py). ConfigError with all problems.
     """
     # Every source gives settings as text, and not yet as values: a complaint quotes them as the user wrote them.
     line = read_command_line(argv)
     if line.wants_help:
-        tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=["--help"], prog=program, description=DESCRIPTION)
+        print_help(program, shows_all=line.wants_help == HELP_ALL)
     parsed = _parse(line, is_mock=asks_for_mock_data(argv))
     filled = _fill(parsed, read_start, world_size=world_size)
     if settle_layout is not None:

@@ -15,14 +15,15 @@ from megatronish.core.foreign import parse_toml, read_text
 
 
 class CommandLine(NamedTuple):
-    """Command line, split into the config file's name and flags."""
+    """Command line, split into the config file's name and flags; and the flag that asks for help, if one does."""
 
     config_file: str | None
-    wants_help: bool
+    wants_help: str | None
     flags: Settings
 
 
 MOST_PROBLEMS = 200
+HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -34,15 +35,15 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         for word in argv
         if not _is_text(word)
     )
-    wants_help, words = False, flags_of(argv)
+    wants_help, words = None, flags_of(argv)
     is_mock = asks_for_mock_data(argv)
     for flag, values in words:
         if len(flags.problems) > MOST_PROBLEMS:
             flags.problems.append("flags after that were not read; correct these first")
             break
         name = flag.lstrip("-").replace("_", "-")
-        if flag in ("-h", "--help"):
-            wants_help = True
+        if flag in (*HELP, HELP_ALL):
+            wants_help = flag
         elif not flag:
             remedy = f"write --config {values[0]}" if values[0].endswith(".toml") else "flags start with --; see --help"
             flags.problems.append(f"{' '.join(values)!r} belongs to no flag; {remedy}")

@@ -1,6 +1,7 @@
-"""Configs that come with megatronish: `--config demo` works in any folder, and how to make the demo's data there.
+"""Configs and recipes that come with megatronish: `--config demo` works in any folder, so does MODEL/RECIPE.
 
-The files are those of configs/ in a checkout; setup.py puts a copy into the installed package.
+The files are those of configs/ and recipes/ in a checkout; setup.py puts copies into the installed package. Of the
+demo's data it is known here how to make them.
 """
 
 import shlex
@@ -12,6 +13,8 @@ from megatronish.config.settings import CommandLine, read_file
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = (PACKAGE / "configs", PACKAGE.parent / "configs")
 """Where an installed package has its configs, and where a checkout has them."""
+RECIPES = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
+"""The same of recipes."""
 
 _CORPUS = "megatronish collect-corpus --output"
 _TOKENIZER = "megatronish train-tokenizer --input demo/python.jsonl --output demo/tokenizer.model"
@@ -62,10 +65,16 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))} if folder else {}
 
 
+def shipped_recipes() -> dict[str, Path]:
+    """{MODEL/RECIPE: path} of the recipes for named models that come with megatronish."""
+    folder = next((folder for folder in RECIPES if folder.is_dir()), None)
+    return {f"{path.parent.name}/{path.stem}": path for path in sorted(folder.glob("*/*.toml"))} if folder else {}
+
+
 def config_path(given: str) -> Path:
-    """The file that `--config` names: that path, or the shipped config of this name where no such file exists."""
+    """The file that `--config` names: that path, or what is shipped under this name where no such file exists."""
     path = Path(given)
-    return path if path.is_file() else shipped_configs().get(given.removesuffix(".toml"), path)
+    return path if path.is_file() else (shipped_configs() | shipped_recipes()).get(given.removesuffix(".toml"), path)
 
 
 def fields_given(line: CommandLine) -> set[str]:

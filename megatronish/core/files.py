@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Literal, TextIO
 
-from megatronish.core.errors import RunError, UserError, is_misplaced
+from megatronish.core.errors import RunError, UserError, is_misplaced, without_passwords
 from megatronish.core.private import NO_LINK, opened_lock
 
 NO_CONTENT = "lost+found"  # a folder that is in the root of an empty ext4 disk
@@ -53,6 +53,8 @@ def _opened(aside: Path) -> TextIO:
     return os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666), "w")
 
 
+TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp")
+"""What the name of a temporary file has behind that of its file."""
 OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Numbers of errors that no read has."""
 
@@ -141,20 +143,24 @@ class AtomicFile:
         self.path = path
         self._temporary, self.file = _locked_file_beside(path)
 
-    def commit(self, *, keep_existing: bool = False) -> None:
+    def commit(self, *, keep_existing: bool = False, durably: bool = True) -> None:
         """Rename the file to `path`; a file of that name is replaced, or with `keep_existing` it stays.
+
+        Without `durably` the disk is not waited for: after a power cut the file may hold anything.
 
         Files that other nodes may have mapped need `keep_existing`: over NFS, replacing a file breaks its mappings.
         """
         try:
             with naming(self.path):
                 self.file.flush()
-                os.fsync(self.file.fileno())
+                if durably:
+                    os.fsync(self.file.fileno())
                 if keep_existing:
                     os.link(self._temporary, self.path)
                 else:
                     os.replace(self._temporary, self.path)
-                sync_folder(self.path.parent)
+                if durably:
+                    sync_folder(self.path.parent)
         except FileExistsError:
             pass
         finally:
@@ -238,8 +244,11 @@ def _locked_file_beside(path: Path) -> tuple[Path, BinaryIO]:
 
 def _remove_leftovers(path: Path) -> None:
     """Delete the temporary files of `path` that no living process writes. One that cannot be locked is left alone."""
-    pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{12}\.tmp")
-    for leftover in [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]:
+    # Names alone, and the cheap question first: a cache of a thousand files is looked through for each of them.
+    start = f"{path.name}."
+    own = [name for name in os.listdir(path.parent) if name.startswith(start)]
+    for name in [name for name in own if TEMPORARY.fullmatch(name, len(path.name))]:
+        leftover = path.parent / name
         with suppress(OSError), leftover.open("r+b") as file:
             if _lock(file) == "locked":
                 leftover.unlink()
@@ -364,13 +373,21 @@ def is_same_file(one: Path, other: Path) -> bool:
     return False
 
 
+def refuse_url(flag: str, output: Path) -> None:
+    """UserError for a URL, which as a path is a folder named `s3:` of this disk."""
+    if re.fullmatch(r"[A-Za-z][\w+.-]+:", output.parts[0] if output.parts else ""):
+        url = without_passwords(str(output).replace(":/", "://", 1))
+        raise UserError(f"{flag} {url} is a URL, and this is written to a disk alone; name a path")
+
+
 def refuse_input_as_output(flag: str, output: Path | None, inputs: Iterable[object]) -> None:
-    """UserError if what is to be written is one of the files, or in one of the folders, that are read.
+    """UserError if what is to be written is one of the files, or in one of the folders, that are read; or is a URL.
 
     They may be paths in text; None is none. What is not there yet may be written into such a folder.
     """
     if output is None:
         return
+    refuse_url(flag, output)
     for path in (Path(str(each)) for each in inputs if each is not None):
         if is_same_file(path, output) or (_is_folder(path) and output.is_file() and _is_in(output, path)):
             raise UserError(f"{flag} {output} is a file that is read; choose another")

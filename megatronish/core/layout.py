@@ -5,6 +5,7 @@ then dp; pp is outermost, because stages communicate least. That is Megatron-LM'
 fastest first).
 """
 
+import math
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -34,6 +35,36 @@ class ExpertLayout(NamedTuple):
         """The grid on the ranks of a stage, as first lines have it."""
         edp = layout.dp * layout.cp * layout.tp // (self.ep * self.etp)
         return f"ep {self.ep} x etp {self.etp} x edp {edp}"
+
+
+def choices_of_an_expert(factor: float, *, num_chosen: int, num_experts: int, seq_length: int) -> int:
+    """Capacity: choices that an expert takes of a sequence of which each token chooses some."""
+    return math.ceil(factor * num_chosen * seq_length / num_experts)
+
+
+class RowRoom(NamedTuple):
+    """Rows of tokens that a rank of ep sends each other one, however many it has: so no host asks how many there are.
+
+    At most `factor` times the mean; with `to_capacity` at most what the capacity of experts leaves. Without both as
+    many are sent as there are.
+    """
+
+    factor: float | None = None
+    to_capacity: bool = False
+
+    def rows(
+        self, tokens: int, *, num_chosen: int, num_experts: int, ep: int, capacity: int | None = None
+    ) -> int | None:
+        """Rows for each rank, of `tokens` of which an expert takes `capacity`; None: as many as there are."""
+        if ep == 1 or (self.factor is None and not self.to_capacity):
+            return None
+        of_rank = num_experts // ep
+        most = tokens * min(num_chosen, of_rank)
+        if self.to_capacity and capacity is not None:
+            most = min(most, of_rank * capacity)
+        if self.factor is not None:
+            most = min(most, math.ceil(self.factor * tokens * num_chosen / ep))
+        return most
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,15 @@ class OptimizerChoice(Choice):
 
     `matrix_moments` are those of the matrices of layers, where they differ. `reads` are the beginnings of the names of
     the config's fields that belong to it. `has_momentum`: its `step` takes a momentum, which may change.
+    `divided_by_width` are the roles of parameters whose learning rate muP divides by the width; without any it has no
+    muP.
     """
 
     moments: int = 0
     matrix_moments: int | None = None
     reads: tuple[str, ...] = ()
     has_momentum: bool = False
+    divided_by_width: tuple[str, ...] = ()
 
     def num_moments(self, *, count: int, in_matrices: int) -> int:
         """Numbers kept for `count` elements, of which `in_matrices` are in matrices of layers."""
@@ -73,9 +76,15 @@ BLOCK_NAMES: dict[str, Choice] = {"transformer": Choice()}
 """Layers of --block."""
 
 OPTIMIZER_NAMES: dict[str, OptimizerChoice] = {
-    "adam": OptimizerChoice(moments=2, reads=("adam_",), has_momentum=True),
+    "adam": OptimizerChoice(moments=2, reads=("adam_",), has_momentum=True, divided_by_width=("matrix", "router")),
     "sgd": OptimizerChoice(moments=1, reads=("sgd_",), has_momentum=True),
-    "muon": OptimizerChoice(moments=2, matrix_moments=1, reads=("muon_", "adam_"), has_momentum=True),
+    "muon": OptimizerChoice(  # a step of its matrices has a size of its own, for any width
+        moments=2,
+        matrix_moments=1,
+        reads=("muon_", "adam_"),
+        has_momentum=True,
+        divided_by_width=("router",),
+    ),
 }
 """Optimizers of --optimizer."""
 

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -259,6 +260,11 @@ class RemoteFile:
         with _told_as_os_error(self._url):
             return bytes(self._file.read(length))
 
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with the next bytes; how many there were."""
+        with _told_as_os_error(self._url):
+            return int(self._file.readinto(buffer))
+
     def write(self, data: Any) -> int:
         """Append; returns the number of bytes."""
         with _told_as_os_error(self._url):
@@ -345,6 +351,10 @@ def _told_as_os_error(url: str) -> Iterator[None]:
             raise
         reason = without_passwords(error.strerror or (str(error).splitlines() or [type(error).__name__])[0])[:300]
         if isinstance(error, FileNotFoundError):
+            if (refusal := _http_refusal(error.__cause__, url)) is not None:
+                raise refusal from error
+            if url.endswith(reason.lstrip("/")):  # fsspec has no words for it, but the name alone
+                reason = "there is no such object"
             raise FileNotFoundError(errno.ENOENT, reason, url) from error
         raise OSError(errno.EACCES if isinstance(error, MISTAKES) else errno.EIO, reason, url) from error
     except Exception as error:
@@ -353,3 +363,14 @@ def _told_as_os_error(url: str) -> Iterator[None]:
         is_mistake = type(error) in (ValueError, TypeError, NotImplementedError)
         is_mistake = is_mistake or "Credentials" in name or "Validation" in name
         raise OSError(errno.EINVAL if is_mistake else errno.EIO, f"{name}: {line}", url) from error
+
+
+def _http_refusal(cause: BaseException | None, url: str) -> OSError | None:
+    """What was behind an object of https:// that is said not to be there: fsspec says so of every server that refuses,
+    or does not answer. None if it is not there."""
+    status = getattr(cause, "status", None)
+    if cause is None or not url.startswith("http") or status in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+        return None
+    number = errno.EACCES if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) else errno.EIO
+    line = without_passwords((str(cause).splitlines() or [""])[0])[:300]
+    return OSError(number, f"{type(cause).__name__}: {line}", url)

@@ -16,15 +16,42 @@ stays as it is: a closer one (earliest deadline first stays within one) would en
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronish.data.sample import Dataset, Sample
+from megatronish.config.sections.data import BlendPhase
+from megatronish.data.sample import Dataset, Sample, build_indices, read_ahead
 
 PERIOD = 100_000
 """Samples after which the order repeats; the smallest share is one of them."""
+
+
+class BlendOrder:
+    """Data set of each sample by weights, some of which may be 0, and how many of it came before."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        given = np.asarray(weights, np.float64)
+        self.shares = np.zeros(len(given), np.int64)
+        self.shares[given > 0] = _shares(given[given > 0])
+        self._choices = _greedy(self.shares)
+        # Of the places in the order of their data sets, those of one data set are its samples 0, 1, ...
+        by_dataset = self._choices.argsort(kind="stable")
+        self._ranks = np.empty(PERIOD, np.int64)
+        self._ranks[by_dataset] = np.arange(PERIOD) - np.repeat(np.cumsum(self.shares) - self.shares, self.shares)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Sample `index` as (data set, number of the sample in it)."""
+        period, place = divmod(index, PERIOD)
+        dataset = int(self._choices[place])
+        return dataset, period * int(self.shares[dataset]) + int(self._ranks[place])
+
+    def counts(self, num_samples: int) -> NDArray[np.int64]:
+        """Samples of each data set among the first so many."""
+        periods, rest = divmod(num_samples, PERIOD)
+        return periods * self.shares + np.bincount(self._choices[:rest], minlength=len(self.shares))
 
 
 class Blend:
@@ -33,14 +60,9 @@ class Blend:
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], *, name: str) -> None:
         self.name = name
         self._datasets = list(datasets)
-        self._shares = _shares(np.asarray(weights, np.float64))
-        self._choices = _greedy(self._shares)
-        self._ranks = np.empty(PERIOD, np.int64)
-        for dataset in range(len(self._datasets)):
-            self._ranks[self._choices == dataset] = np.arange(self._shares[dataset])
-        sizes = [dataset.num_samples for dataset in self._datasets]
-        self.num_samples = None if None in sizes else sum(size for size in sizes if size is not None)
-        facts = [(dataset.identity, int(share)) for dataset, share in zip(datasets, self._shares, strict=True)]
+        self._order = BlendOrder(weights)
+        self.num_samples = _samples_of_all(datasets)
+        facts = [(dataset.identity, int(share)) for dataset, share in zip(datasets, self._order.shares, strict=True)]
         self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @property
@@ -50,14 +72,79 @@ class Blend:
 
     def place(self, index: int) -> tuple[int, int]:
         """Sample `index` as (data set, number of the sample in it)."""
-        period, place = divmod(index, PERIOD)
-        dataset = int(self._choices[place])
-        return dataset, period * int(self._shares[dataset]) + int(self._ranks[place])
+        return self._order.place(index)
 
     def sample(self, index: int) -> Sample:
         """Sample `index` of the blend: the next one of the data set chosen for it."""
         dataset, number = self.place(index)
         return self._datasets[dataset].sample(number)
+
+    def counts(self, num_samples: int) -> list[int]:
+        """Samples of each data set among the first so many."""
+        return self._order.counts(num_samples).tolist()
+
+    def build_indices(self, num_samples: int) -> None:
+        """Build the indices of the first so many samples, where they are not kept yet."""
+        for dataset, count in zip(self._datasets, self.counts(num_samples), strict=True):
+            build_indices(dataset, count)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Fetch what these samples are read from, of each data set together."""
+        numbers: dict[int, list[int]] = {}
+        for index in indices:
+            dataset, number = self.place(index)
+            numbers.setdefault(dataset, []).append(number)
+        for dataset, of_dataset in numbers.items():
+            read_ahead(self._datasets[dataset], of_dataset)
+
+
+class ScheduledBlend(Blend):
+    """Blend whose weights change at given samples. Each data set continues where it was: none of its samples is left
+    out or repeated before its epoch ends. Within each phase the order is that of a blend of its weights."""
+
+    def __init__(self, datasets: Sequence[Dataset], phases: Sequence[BlendPhase], *, name: str) -> None:
+        assert phases and phases[0].start == 0, "the first phase begins with the first sample"
+        self.name = name
+        self._datasets = list(datasets)
+        self._starts = [phase.start for phase in phases]
+        self._orders = [BlendOrder(phase.weights) for phase in phases]
+        lengths = np.diff(self._starts).tolist()
+        taken = [order.counts(length) for order, length in zip(self._orders, lengths, strict=False)]
+        self._before = np.cumsum([np.zeros(len(datasets), np.int64), *taken], axis=0)  # [phases, data sets]
+        self.num_samples = _samples_of_all(datasets)
+        shares = [(start, order.shares.tolist()) for start, order in zip(self._starts, self._orders, strict=True)]
+        facts = ("schedule", [dataset.identity for dataset in datasets], shares)
+        self.identity = hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Sample `index` as (data set, number of the sample in it)."""
+        phase = bisect_right(self._starts, index) - 1
+        dataset, number = self._orders[phase].place(index - self._starts[phase])
+        return dataset, int(self._before[phase, dataset]) + number
+
+    def counts(self, num_samples: int) -> list[int]:
+        """Samples of each data set among the first so many."""
+        phase = bisect_right(self._starts, num_samples) - 1
+        rest = self._orders[phase].counts(num_samples - self._starts[phase])
+        return (self._before[phase] + rest).tolist()
+
+    def __str__(self) -> str:
+        phases = zip(self._starts, self._orders, strict=True)
+        texts = [
+            f"from sample {start:,} {' '.join(f'{share / PERIOD:g}' for share in o.shares)}" for start, o in phases
+        ]
+        return f"blend of the {self.name} data: {'; '.join(texts)}"
+
+
+def blend_notes(dataset: Dataset) -> list[str]:
+    """The line about a blend whose weights change; none for other data."""
+    plain = getattr(dataset, "plain", dataset)
+    return [str(plain)] if isinstance(plain, ScheduledBlend) else []
+
+
+def _samples_of_all(datasets: Sequence[Dataset]) -> int | None:
+    sizes = [dataset.num_samples for dataset in datasets]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def _shares(weights: NDArray[np.float64]) -> NDArray[np.int64]:

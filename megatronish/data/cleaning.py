@@ -4,76 +4,24 @@ Whether a document stays follows from itself and the settings: it does not depen
 """
 
 import hashlib
-import json
-import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from unicodedata import unidata_version
 
 from megatronish.core.errors import UserError
-from megatronish.data.readers import value_under
+from megatronish.data.conditions import Condition
+from megatronish.data.decontamination import Decontamination, References
+from megatronish.data.language import LanguageFilter, LanguageJudge
+from megatronish.data.signatures import SEPARATOR, Deduplication
+from megatronish.data.weights import SampleWeights
 
 MAX_EXAMPLES = 10
 """Documents of each reason that are shown."""
 EXCERPT = 80
 """Characters of a document that are shown."""
-SEPARATOR = "\x1f"
-
-_CONDITION = re.compile(r"\s*([^\s=!<>]+)\s*(==|!=|<=|>=|<|>)\s*(.*\S)\s*")
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    ">=": operator.ge,
-    "<": operator.lt,
-    ">": operator.gt,
-}
-
-
-class Condition(NamedTuple):
-    """A comparison of a field with a value, as --filter has it."""
-
-    key: str
-    comparison: str
-    value: Any
-    text: str
-
-    @classmethod
-    def of(cls, text: str) -> "Condition":
-        """Read `lang == en` or `meta.score >= 0.5`; UserError for anything else."""
-        match = _CONDITION.fullmatch(text)
-        if match is None:
-            raise UserError(
-                f"--filter {text!r} must be a key, one of {' '.join(_COMPARISONS)} and a value; for example "
-                "'lang == en'"
-            )
-        key, comparison, word = match.groups()
-        try:
-            value = json.loads(word)
-        except (ValueError, RecursionError):
-            value = word
-        if isinstance(value, (list, dict)):
-            raise UserError(f"--filter {text!r} must compare with a number, a text, true, false or null")
-        return cls(key, comparison, value, text)
-
-    def holds(self, record: Mapping[str, Any]) -> bool:
-        """Whether the field is there, can be compared and compares so."""
-        try:
-            value = value_under(record, self.key)
-        except ValueError:
-            return False
-        numbers = _is_number(value) and _is_number(self.value)
-        if not numbers and type(value) is not type(self.value):
-            return self.comparison == "!="
-        try:
-            return _COMPARISONS[self.comparison](value, self.value)
-        except TypeError:  # null, which is neither less nor more
-            return False
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+NO_DEDUPLICATION, NO_DECONTAMINATION, ANY_LANGUAGE = Deduplication(), Decontamination(), LanguageFilter()
+NO_WEIGHTS = SampleWeights()
 
 
 class RemovedDocument(NamedTuple):
@@ -84,6 +32,15 @@ class RemovedDocument(NamedTuple):
     line: int
     excerpt: str
     origin: int = 0
+    kept: int | None = None
+    """Position of the document that stays in its place, of a duplicate."""
+
+
+class Reason(NamedTuple):
+    """Name of the rule that leaves a document out, and what is shown of the document."""
+
+    why: str
+    shown: str
 
 
 @dataclass(frozen=True)
@@ -95,6 +52,16 @@ class Cleaning:
     tokens: tuple[int, int | None] = (0, None)
     keep_fraction: float = 1.0
     seed: int = 0
+    deduplication: Deduplication = NO_DEDUPLICATION
+    """What is alike, which is found over all documents that the other rules keep before they are tokenized."""
+    decontamination: Decontamination = NO_DECONTAMINATION
+    language: LanguageFilter = ANY_LANGUAGE
+    references: References | None = None
+    """What was read from the files of decontamination."""
+    judge: LanguageJudge | None = None
+    """What judges languages, with its model."""
+    weights: SampleWeights = NO_WEIGHTS
+    """How often documents are written that the rules keep."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Cleaning":
@@ -111,25 +78,64 @@ class Cleaning:
         if not 0 < fraction <= 1:
             raise UserError(f"--keep-fraction {fraction} must be more than 0 and at most 1; for example 0.1")
         conditions = tuple(Condition.of(text) for text in settings.get("filter", ()))
-        return cls(conditions, ranges[0], ranges[1], fraction, settings.get("sampling_seed", 0))
+        seed, deduplication = settings.get("sampling_seed", 0), Deduplication.of(settings)
+        return cls(
+            conditions,
+            ranges[0],
+            ranges[1],
+            fraction,
+            seed,
+            deduplication,
+            Decontamination.of(settings),
+            LanguageFilter.of(settings),
+            weights=SampleWeights.of(settings),
+        )
+
+    def opened(self) -> "Cleaning":
+        """The rules with what they read from files, in the process that applies them."""
+        return replace(
+            self,
+            references=self.decontamination.references() if self.decontamination.paths else None,
+            judge=self.language.judge() if self.language.languages else None,
+        )
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """Files that the rules read, each with its flag."""
+        models = [] if self.language.model is None else [("language-model", self.language.model)]
+        return [*(("decontaminate", path) for path in self.decontamination.paths), *models]
+
+    @property
+    def libraries(self) -> dict[str, str]:
+        """Versions on which the rules depend, of libraries and of Python's Unicode. UserError if one is missing."""
+        reads_words = self.deduplication.is_wanted or bool(self.decontamination.paths)
+        return {**self.language.libraries, **({"Unicode": unidata_version} if reads_words else {})}
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Fields that the rules read."""
-        return tuple(condition.key for condition in self.conditions)
+        return (*(condition.key for condition in self.conditions), *self.weights.keys)
 
-    def reason(self, record: Mapping[str, Any], texts: Sequence[str]) -> str | None:
+    def reason(self, record: Mapping[str, Any], texts: Sequence[str]) -> Reason | None:
         """Why a document is left out before it is tokenized; None if it is not."""
         for condition in self.conditions:
             if not condition.holds(record):
-                return f"--filter {condition.text}"
+                return Reason(f"--filter {condition.text}", texts[0])
         if (why := _outside(sum(map(len, texts)), self.characters, "characters")) is not None:
-            return why
+            return Reason(why, texts[0])
         if self.keep_fraction < 1:
             content = f"{self.seed}{SEPARATOR}{SEPARATOR.join(texts)}".encode("utf-8", "surrogatepass")
             drawn = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
             if drawn >= self.keep_fraction * 2**64:
-                return f"--keep-fraction {self.keep_fraction:g}"
+                return Reason(f"--keep-fraction {self.keep_fraction:g}", texts[0])
+        if self.language.languages:
+            assert self.judge is not None, "the rules are opened first"
+            if (judged := self.judge.refused(texts)) is not None:
+                return Reason(self.language.rule, f"[{judged.language} {judged.score:.2f}] {texts[0]}")
+        if self.decontamination.paths:
+            assert self.references is not None, "the rules are opened first"
+            if (shared := self.references.shared(texts)) is not None:
+                return Reason(f"--decontaminate {shared.path}", f"... {shared.words} ...")
         return None
 
     def reason_of_length(self, num_tokens: int) -> str | None:
@@ -166,11 +172,16 @@ class RemovedCounts:
             shown = self.examples.setdefault(why, [])
             shown += other.examples[why][: MAX_EXAMPLES - len(shown)]
 
-    def lines(self, *, examples: bool) -> list[str]:
+    def lines(self, *, examples: bool, what: str = "documents were left out") -> list[str]:
         """A line of each reason, and of each example of it."""
         told = []
         for why, count in sorted(self.counts.items()):
-            told.append(f"{count:,} documents were left out by {why}")
+            told.append(f"{count:,} {what} by {why}")
             if examples:
-                told += [f"    {path}:{line}: {excerpt}" for path, line, excerpt in self.examples[why]]
+                told += [f"    {path}:{line}: {_on_a_line(excerpt)}" for path, line, excerpt in self.examples[why]]
         return told
+
+
+def _on_a_line(text: str) -> str:
+    """A text in one line, without characters that would change a terminal."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())

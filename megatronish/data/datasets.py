@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megatronish.config.sections.data import DataConfig, parse_blend, parse_split, split_part
+from megatronish.config.sections.data import BlendPhase, DataConfig, parse_blend, parse_split, split_part
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.names import DATASET_NAMES, options_of
-from megatronish.data.blend import PERIOD, Blend
+from megatronish.data.blend import PERIOD, Blend, ScheduledBlend
 from megatronish.data.chat.dataset import open_chats
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.fill_in_middle import FilledMiddle, MiddleRule
@@ -19,6 +19,7 @@ from megatronish.data.packed import open_pretraining
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, MixingDataset, OpenDataset
 from megatronish.data.samples import TooSmallError
 from megatronish.data.sentences import open_mock, open_sentences
+from megatronish.data.token_files import TokenFiles
 from megatronish.tokenizer.control_tokens import MaskTokens
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,13 @@ class _Reader:
                 )
         return Blend(members, weights, name=name)
 
+    def training(self, paths: Sequence[str], phases: Sequence[BlendPhase], *, part: tuple[float, float]) -> Dataset:
+        """The training data: a blend, whose weights change where there are phases."""
+        if not phases:
+            return self.blend(paths, name="training", part=part)
+        members = [self._opened("training", path, part) for _, path in parse_blend(paths)]
+        return ScheduledBlend(members, phases, name="training")
+
     def each(self, paths: Sequence[str], *, part: tuple[float, float] = WHOLE) -> dict[str, Dataset]:
         """Each file by itself, under its name, or under its whole path where two files have one name."""
         paths = [path for _, path in parse_blend(paths)]
@@ -143,9 +151,11 @@ def build_datasets(
     eod: int,
     chats: ChatSetup | None = None,
     masks: MaskTokens | None = None,
+    phases: Sequence[BlendPhase] = (),
 ) -> DatasetSplits:
     """Open all data sets that `data` asks for; those of the kind chat need `chats`, those of sentences `masks`.
 
+    `phases` are those of `data.blend_schedule`, by sample.
     UserError with a remedy for what cannot be read.
     """
     settings = DatasetSettings(
@@ -158,6 +168,7 @@ def build_datasets(
         masks=masks,
         short_seq_prob=data.short_seq_prob,
         packing=data.packing,
+        files=TokenFiles(data.data_store_cache_path, data.data_store_cache_size),
     )
     read = _Reader(open_dataset_of(data), settings)
     if data.mock_data or not (data.needs_path or data.data_path or data.train_data_path):
@@ -169,14 +180,14 @@ def build_datasets(
         if train == 0:
             raise UserError(f"--split {data.split} leaves nothing to train on; for example 969,30,1")
         return DatasetSplits(
-            train=read.blend(paths, name="training", part=(0.0, train)),
+            train=read.training(paths, phases, part=(0.0, train)),
             valid=_part(lambda: read.valid(paths, multiple=multiple, part=(train, until)), data) or {} if valid else {},
             test=_part(lambda: read.blend(paths, name="test", part=(until, 1.0)), data) if test else None,
         )
     if not data.train_data_path:
         raise UserError("there is no data to train on; give --data-path or --train-data-path, or use --mock-data")
     return DatasetSplits(
-        train=read.blend(data.train_data_path, name="training"),
+        train=read.training(data.train_data_path, phases, part=WHOLE),
         valid=read.valid(data.valid_data_path, multiple=multiple) if data.valid_data_path else {},
         test=read.blend(data.test_data_path, name="test") if data.test_data_path else None,
     )

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.config.sections.data import FimConfig
-from megatronish.data.sample import Dataset, Sample
+from megatronish.data.sample import Dataset, Sample, build_indices, read_ahead
 from megatronish.parallel.streams import numpy_stream
 from megatronish.tokenizer.control_tokens import MiddleTokens
 from megatronish.tokenizer.tokenizer import Tokenizer
@@ -110,6 +110,14 @@ class FilledMiddle:
         self.plain, self.name, self.num_samples = plain, plain.name, plain.num_samples
         self._rule, self._seed = rule, seed
         self.identity = hashlib.sha256(repr((FORMAT, plain.identity, seed, rule.facts)).encode()).hexdigest()
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Fetch what these samples are read from."""
+        read_ahead(self.plain, indices)
+
+    def build_indices(self, num_samples: int) -> None:
+        """Build the indices of the first so many samples, where they are not kept yet."""
+        build_indices(self.plain, num_samples)
 
     def sample(self, index: int) -> Sample:
         """The sample of this number of `plain`, of the same length."""

@@ -21,21 +21,23 @@ into an error. So readers of long runs check the size before they read: half a m
 
 import hashlib
 import mmap
+import re
 import shutil
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatronish.core.errors import RunError, UserError
-from megatronish.core.files import AtomicFile, remedy_of_writing
+from megatronish.core.files import TEMPORARY, AtomicFile, remedy_of_writing
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -66,12 +68,25 @@ BLOCK = 1 << 18
 """Entries of an index that are checked, or copied, at a time."""
 
 
-class JoinedTokens:
-    """Tokens of several arrays end to end; a slice is a view where it lies in one array."""
+class ReadTokens(Protocol):
+    """Tokens that are read, not mapped: each slice is an array of its own."""
 
-    def __init__(self, arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> None:
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> NDArray[Any]: ...
+
+
+class JoinedTokens:
+    """Tokens of several arrays end to end; a slice is a view where it lies in one array.
+
+    A slice of mapped files checks the sizes of those that it lies in alone, not a thousand for each sample.
+    """
+
+    def __init__(self, arrays: Sequence["NDArray[Any] | MappedArray | ReadTokens"], dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
-        self._arrays = [array for array in arrays if len(array)]
+        files = [(array, array.values) if isinstance(array, MappedArray) else (None, array) for array in arrays]
+        self._files = [file for file, values in files if len(values)]
+        self._arrays = [values for _, values in files if len(values)]
         self._ends = np.cumsum([len(array) for array in self._arrays], dtype=np.int64).tolist()
 
     def __len__(self) -> int:
@@ -80,15 +95,22 @@ class JoinedTokens:
     def __getitem__(self, part: slice) -> NDArray[Any]:
         start, end, step = part.indices(len(self))
         assert step == 1, "tokens are read in their order"
-        slices, place = [], start
-        while place < end:
-            number = bisect_right(self._ends, place)
-            before = self._ends[number] - len(self._arrays[number])
-            slices.append(self._arrays[number][place - before : end - before])
-            place = self._ends[number]
+        slices = []
+        for number, part_of in self.parts(start, end):
+            if (file := self._files[number]) is not None:
+                file.check()
+            slices.append(self._arrays[number][part_of])
         if len(slices) == 1:
             return slices[0]
         return np.concatenate(slices) if slices else np.empty(0, self.dtype)
+
+    def parts(self, start: int, end: int) -> Iterator[tuple[int, slice]]:
+        """Where tokens `start` to `end` lie: numbers of arrays that are not empty, and a part of each."""
+        while start < end:
+            number = bisect_right(self._ends, start)
+            before = self._ends[number] - len(self._arrays[number])
+            yield number, slice(start - before, min(end, self._ends[number]) - before)
+            start = self._ends[number]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)
@@ -116,7 +138,7 @@ class IndexedTokens:
         self.pointers = self._index[arrays : arrays + 8 * num_sequences].view("<i8")
         arrays += 8 * num_sequences
         self.document_indices = self._index[arrays : arrays + 8 * num_indices].view("<i8")
-        self._check_index(index)
+        self._check_index()
         self.tokens = self._map_tokens(bins)
 
     def _files(self) -> list[Path]:
@@ -128,40 +150,49 @@ class IndexedTokens:
         """What holds the tokens, for messages."""
         return str(bin_path(self.prefix))
 
+    @property
+    def index_name(self) -> str:
+        """The index, for messages."""
+        return str(idx_path(self.prefix))
+
+    def read_ahead(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch tokens [start, end) before they are read; those of a disk need none of that."""
+
     def _missing_remedy(self) -> str:
         return _missing_remedy(self.prefix)
 
     def _read_header(self, path: Path) -> tuple[int, int]:
-        size = path.stat().st_size
+        name, size = self.index_name, path.stat().st_size
         with path.open("rb") as file:
             head = file.read(HEADER.size)
         if len(head) < HEADER.size:
-            raise UserError(f"{path} has {size} bytes and is truncated: its header alone has {HEADER.size}; {REMEDY}")
+            raise UserError(f"{name} has {size} bytes and is truncated: its header alone has {HEADER.size}; {REMEDY}")
         magic, version, code, num_sequences, num_indices = HEADER.unpack(head)
         if magic != MAGIC or version != 1:
             raise UserError(
-                f"{path} is not an index in Megatron's MMIDIDX format, version 1; make it with megatronish preprocess"
+                f"{name} is not an index in Megatron's MMIDIDX format, version 1; make it with megatronish preprocess"
             )
         if code not in DTYPES or DTYPES[code].kind == "f":
-            raise UserError(f"{path} has dtype code {code}, which is no integer type of tokens; {REMEDY}")
+            raise UserError(f"{name} has dtype code {code}, which is no integer type of tokens; {REMEDY}")
         self.dtype = DTYPES[code]
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
         if size not in (expected, expected + num_sequences) or num_indices < 1:
             raise UserError(
-                f"{path} has {size} bytes but its header says {expected}: it is truncated or damaged; {REMEDY}"
+                f"{name} has {size} bytes but its header says {expected}: it is truncated or damaged; {REMEDY}"
             )
         return num_sequences, num_indices
 
-    def _check_index(self, path: Path) -> None:
+    def _check_index(self) -> None:
+        name = self.index_name
         documents, num_sequences, start = self.document_indices, len(self.sequence_lengths), 0
         for first in range(0, num_sequences, BLOCK):  # in blocks, so that memory does not grow with the index
             lengths = self.sequence_lengths[first : first + BLOCK]
             if lengths.min() < 0:
-                raise UserError(f"{path} has a sequence of {lengths.min()} tokens and is damaged; {REMEDY}")
+                raise UserError(f"{name} has a sequence of {lengths.min()} tokens and is damaged; {REMEDY}")
             ends = np.cumsum(lengths, dtype=np.int64)
             pointers = (start + ends - lengths) * self.dtype.itemsize
             if not np.array_equal(self.pointers[first : first + BLOCK], pointers):
-                raise UserError(f"{path} has pointers that do not follow from its lengths and is damaged; {REMEDY}")
+                raise UserError(f"{name} has pointers that do not follow from its lengths and is damaged; {REMEDY}")
             start += int(ends[-1])
         rises = documents[0] == 0 and documents[-1] == num_sequences
         for first in range(0, len(documents) - 1, BLOCK):
@@ -169,7 +200,7 @@ class IndexedTokens:
             rises = rises and bool((block[1:] >= block[:-1]).all())
         if not rises:
             raise UserError(
-                f"{path} has document indices that do not rise from 0 to its {num_sequences} sequences and is damaged; "
+                f"{name} has document indices that do not rise from 0 to its {num_sequences} sequences and is damaged; "
                 f"{REMEDY}"
             )
 
@@ -206,19 +237,41 @@ class IndexedTokens:
     @property
     def identity(self) -> str:
         """A hash of the .idx: equal in every folder, different as soon as a document's length is."""
+        return self._index_digest
+
+    @cached_property
+    def _index_digest(self) -> str:
         return hashlib.sha256(self._index.data).hexdigest()
 
     @property
     def content(self) -> str:
         """A hash of pieces of the .bin, spread evenly: other text of the same lengths has another."""
+        return self._content_digest
+
+    @cached_property
+    def _content_digest(self) -> str:
+        return self._digest_of_content()
+
+    def _digest_of_content(self) -> str:
         size, num_bytes = self.dtype.itemsize, self.num_tokens * self.dtype.itemsize
         starts = np.linspace(0, max(num_bytes - PIECE_BYTES, 0), NUM_PIECES, dtype=np.int64)
+        starts = np.unique(starts).tolist()
+        spans = [(start // size, min(-(-(start + PIECE_BYTES) // size), self.num_tokens)) for start in starts]
         digest = hashlib.sha256(str(num_bytes).encode())
-        for start in np.unique(starts).tolist():
-            first, end = start // size, min(-(-(start + PIECE_BYTES) // size), self.num_tokens)
+        if num_bytes <= NUM_PIECES * PIECE_BYTES:  # the pieces overlap: each byte is read once
+            (whole,) = self._pieces([(0, self.num_tokens)])
+            content = memoryview(whole.tobytes())
+            for start in starts:
+                digest.update(content[start : start + PIECE_BYTES])
+            return digest.hexdigest()
+        for start, (first, _), piece in zip(starts, spans, self._pieces(spans), strict=True):
             skipped = start - first * size
-            digest.update(self.tokens[first:end].tobytes()[skipped : skipped + PIECE_BYTES])
+            digest.update(piece.tobytes()[skipped : skipped + PIECE_BYTES])
         return digest.hexdigest()
+
+    def _pieces(self, spans: Sequence[tuple[int, int]]) -> Iterable[NDArray[Any]]:
+        """Tokens [start, end) of a few places."""
+        return (self.tokens[start:end] for start, end in spans)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -230,7 +283,10 @@ class IndexedTokens:
 
     def document_start(self, document: int) -> int:
         """Number of tokens before a document; for `num_documents`, of all tokens."""
-        sequence = int(self.document_indices[document])
+        return self.sequence_start(int(self.document_indices[document]))
+
+    def sequence_start(self, sequence: int) -> int:
+        """Number of tokens before a sequence; for the number of sequences, of all tokens."""
         return int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self) else self.num_tokens
 
     def document(self, document: int) -> NDArray[Any]:
@@ -347,12 +403,14 @@ class IndexedWriter:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """RunError for a pair that cannot be written, in place of an OSError, which names no file."""
+    """RunError for a pair, or an index, that cannot be written, in place of an OSError, which names no file."""
     try:
         yield
     except OSError as error:
         remedy = remedy_of_writing(error, Path(path).parent)
-        raise RunError(f"{path} and its .idx cannot be written: {error.strerror}; {remedy} first") from error
+        name = re.sub(f"{TEMPORARY.pattern}$", "", str(path))
+        both = f"{name} and its .idx" if name.endswith(".bin") else name
+        raise RunError(f"{both} cannot be written: {error.strerror}; {remedy} first") from error
 
 
 class MappedArray:

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from megatronish.core.errors import UserError
+from megatronish.core.files import ordinary
 from megatronish.core.remote import Location, RemotePath, is_url
 from megatronish.data.stores import objects_of, open_binary
 
@@ -158,7 +159,7 @@ def _files_of(name: str) -> Sequence[Location]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.name.endswith(ENDINGS) and not _is_hidden(file, path))
+        files = sorted(_files_below(path))
         if not files:
             raise UserError(f"--input {name} is a folder without any file that ends in {', '.join(ENDINGS)}; check it")
         return files
@@ -168,6 +169,28 @@ def _files_of(name: str) -> Sequence[Location]:
             raise UserError(f"--input {name} is a pattern that no file fits; check it")
         return [file for match in matches for file in _files_of(match)]
     raise UserError(f"--input {name} is not a file; check the path")
+
+
+def _files_below(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Files of a folder with a known ending, of all folders in it, too, and of those that links in it lead to; no
+    hidden ones.
+
+    UserError for a pipe or a device, whose reader would wait for ever. A link to a folder above it is left out.
+    """
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    try:
+        for path in folder.iterdir():
+            if path.name.startswith("."):
+                continue
+            if path.is_dir():  # some programs name a folder of parts x.jsonl
+                yield from _files_below(path, (*above, real))
+            elif path.name.endswith(ENDINGS):
+                yield ordinary(path) if path.exists() else path
+    except OSError as error:
+        what = error.filename or folder
+        raise UserError(f"--input {what} cannot be read: {error.strerror}; check the path") from error
 
 
 def same_names(files: Sequence[Location]) -> list[tuple[Location, Location]]:
@@ -195,10 +218,6 @@ def text_format_of(path: Location) -> str | None:
         return None
     with open_input(path) as file:
         return text_format(file.text.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def is_parquet(path: Location) -> bool:

@@ -10,19 +10,21 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.config.sections.data import MANIFEST
 from megatronish.core.errors import RunError, UserError
+from megatronish.core.remote import location
 from megatronish.data.indexed import IndexedTokens
 from megatronish.data.loader import Collator
 from megatronish.data.sample import Sample
 from megatronish.data.samples import shuffled_places
-from megatronish.data.shards import copy_summed, open_tokens
+from megatronish.data.shards import copy_summed, named_by, reading
+from megatronish.data.signatures import runs_in_order
+from megatronish.data.token_files import TokenFiles
 from megatronish.tokenizer.tokenizer import Tokenizer
 
 BLOCK = 1 << 22  # tokens that are read at a time
@@ -79,10 +81,10 @@ class PairCheck(NamedTuple):
     sentence: str
 
 
-def check_pair(path: str, *, vocab_size: int | None, eod: int | None) -> Iterator[PairCheck]:
+def check_pair(path: str, *, vocab_size: int | None, eod: int | None, files: TokenFiles) -> Iterator[PairCheck]:
     """All checks of a pair or of a manifest, until one fails without which others say nothing."""
     try:
-        file = open_tokens(path)
+        file = files.open(path)
     except (UserError, RunError) as error:
         yield PairCheck("files", False, str(error))
         return
@@ -122,10 +124,11 @@ def _sums(path: str) -> PairCheck:
     """Compare checksums, which a manifest alone has."""
     if not path.endswith(MANIFEST):
         return PairCheck("sums", True, "no checksums are kept of a pair")
-    manifest = Path(path)
-    content = json.loads(manifest.read_text(encoding="utf-8"))
+    manifest = location(path)
+    with reading(manifest):
+        content = json.loads(manifest.read_bytes())
     named = [(each["path"], each.get("sha256")) for each in (content["index"], *content["bins"])]
-    known = [(manifest.parent / name, digest) for name, digest in named if digest is not None]
+    known = [(named_by(manifest, name), digest) for name, digest in named if digest is not None]
     try:
         for file, digest in known:
             copy_summed(file, None, digest)
@@ -162,7 +165,8 @@ def near_duplicates(file: IndexedTokens, *, most: int, seed: int = 0) -> NearDup
     odd = draws | np.uint64(1)
     minima = np.empty((len(long), MINIMA), np.uint32)
     for row, document in enumerate(long.tolist()):
-        runs = _runs_of_tokens(file.document(document)[:LONGEST_COMPARED], odd[:SHINGLE])
+        ids = np.asarray(file.document(document)[:LONGEST_COMPARED]).astype(np.uint64)
+        runs = np.unique(runs_in_order(ids + np.uint64(1), odd[:SHINGLE]))
         mixed = runs * odd[SHINGLE : SHINGLE + MINIMA, None] + draws[SHINGLE + MINIMA :, None]
         minima[row] = (mixed >> np.uint64(32)).min(1)
     pairs = {}
@@ -173,18 +177,6 @@ def near_duplicates(file: IndexedTokens, *, most: int, seed: int = 0) -> NearDup
             if first != row and row not in pairs and (like := float((minima[first] == minima[row]).mean())) >= ALIKE:
                 pairs[row] = AlikeDocuments(int(long[first]), int(long[row]), like)
     return NearDuplicates(len(long), tuple(pairs[row] for row in sorted(pairs)))
-
-
-def _runs_of_tokens(tokens: NDArray[Any], factors: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A hash of each run of five tokens, each once."""
-    ids = np.asarray(tokens).astype(np.uint64)
-    count = len(ids) - SHINGLE + 1
-    runs = np.zeros(count, np.uint64)
-    for place, factor in enumerate(factors):
-        runs += (ids[place : place + count] + np.uint64(1)) * factor
-    runs ^= runs >> np.uint64(31)
-    runs *= np.uint64(0x9E3779B97F4A7C15)
-    return np.unique(runs ^ (runs >> np.uint64(29)))
 
 
 # Texts and samples.

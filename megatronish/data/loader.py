@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatronish.config.config import Config
 from megatronish.config.sections.data import DataConfig
-from megatronish.data.sample import Dataset, Sample
+from megatronish.data.sample import Dataset, Sample, read_ahead
 from megatronish.model.batch import CompletionPairs, MicroBatch
 from megatronish.parallel.mesh import Mesh
 
@@ -62,12 +62,13 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """All micro-batches of one step for one data-parallel rank, on the CPU; `pin_memory` needs a GPU."""
     parts = share.sample_ids(consumed_samples=consumed_samples, global_batch_size=global_batch_size)
+    read_ahead(dataset, [index for part in parts for index in part])
     batches = [collate([dataset.sample(index) for index in part], part) for part in parts]
     return [batch.pinned() for batch in batches] if pin_memory else batches
 
 
 class Prefetcher:
-    """Iterator over the micro-batches of steps; a thread prepares the next `num_ahead` steps during training.
+    """Iterator over the micro-batches of `num_steps` steps; a thread prepares the next `num_ahead` during training.
 
     `prepare(consumed_samples, global_batch_size)` makes the micro-batches of a step;
     `global_batch_size(consumed_samples)` is the number of its samples. An exception in the thread is raised by the
@@ -81,11 +82,13 @@ class Prefetcher:
         consumed_samples: int,
         global_batch_size: Callable[[int], int],
         num_ahead: int,
+        num_steps: float = math.inf,
     ) -> None:
         self._prepare = prepare
         self._consumed_samples = consumed_samples
         self._global_batch_size = global_batch_size
         self._num_ahead = num_ahead
+        self._num_left = num_steps  # what comes after the last step is not read: it may be on a store
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if num_ahead else None
         self._ahead: deque[Future[list[MicroBatch]]] = deque()
 
@@ -93,9 +96,11 @@ class Prefetcher:
         return self
 
     def __next__(self) -> list[MicroBatch]:
+        if not self._ahead and self._num_left <= 0:
+            raise StopIteration
         if self._pool is None:
             return self._prepare(*self._next_step())
-        while len(self._ahead) <= self._num_ahead:
+        while len(self._ahead) <= self._num_ahead and self._num_left > 0:
             self._ahead.append(self._pool.submit(self._prepare, *self._next_step()))
         return self._ahead.popleft().result()
 
@@ -103,6 +108,7 @@ class Prefetcher:
         consumed = self._consumed_samples
         size = self._global_batch_size(consumed)
         self._consumed_samples += size
+        self._num_left -= 1
         return consumed, size
 
     def close(self) -> None:

@@ -12,8 +12,7 @@ their order is another one in each epoch. The rows are three int64 arrays in a f
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +29,9 @@ from megatronish.data.samples import (
     check_tokens,
     kept_index,
     open_gpt_samples,
+    refuse_unkept,
     shuffled_places,
 )
-from megatronish.data.shards import open_tokens
 
 FORMAT = "megatronish packed samples 1"
 
@@ -87,31 +86,41 @@ class PackedSamples:
 
     def sample(self, index: int) -> Sample:
         """The pieces of one row, each a document of its own, and filler."""
+        spans = self._spans(index)
+        self._file.check_size()
+        parts = [self._file.tokens[start:end] for start, end in spans]
+        lengths = [end - start for start, end in spans]
+        text = np.concatenate(parts)
+        filler = self._settings.seq_length + 1 - len(text)
+        check_tokens(text, self._file.where, vocab_size=self._settings.vocab_size)
+        tokens = np.append(text.astype(np.int64), np.full(filler, self._settings.eod))
+        documents = np.repeat(np.arange(len(parts) + 1), [*lengths, filler])
+        loss_mask = np.arange(len(tokens)) < len(tokens) - filler
+        return Sample(tokens, loss_mask, documents, num_filler=filler)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Fetch what these samples are read from; of data on a disk nothing."""
+        self._file.read_ahead(span for index in indices for span in self._spans(index))
+
+    def build_indices(self, _num_samples: int) -> None:
+        """The rows are built, and serve all epochs. RunError if they could not be kept."""
+        refuse_unkept(self._path)
+
+    def _spans(self, index: int) -> list[tuple[int, int]]:
+        """Places of .bin, [start, end), of the pieces of a row."""
         epoch, place = divmod(index, self.num_samples)
         if self._epoch[0] != epoch:
             names = (self._settings.seed, "data", self._order_identity, "rows", epoch)
             self._epoch = epoch, shuffled_places(*names, size=self.num_samples)
         row = int(self._epoch[1][place])
-        self._file.check_size()
         self._kept.check()
         first, end = np.searchsorted(self._rows.rows, [row, row + 1])
         starts, lengths = self._rows.starts[first:end], self._rows.lengths[first:end]
-        filler = self._settings.seq_length + 1 - int(lengths.sum())
-        parts = [
-            self._file.tokens[start : start + length]
-            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-        ]
-        text = np.concatenate(parts)
-        check_tokens(text, self._file.where, vocab_size=self._settings.vocab_size)
-        tokens = np.append(text.astype(np.int64), np.full(filler, self._settings.eod))
-        documents = np.repeat(np.arange(len(parts) + 1), [*lengths.tolist(), filler])
-        loss_mask = np.arange(len(tokens)) < len(tokens) - filler
-        return Sample(tokens, loss_mask, documents, num_filler=filler)
+        return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
 
     def _index(self, source: DatasetSource) -> KeptIndex:
-        cache = self._settings.cache_path
-        folder = Path(cache) if cache else Path(source.path).parent / "cache"
-        return kept_index(folder / f"{self._order_identity[:32]}.rows", self._pack)
+        self._path = self._settings.index_folder(source.path) / f"{self._order_identity[:32]}.rows"
+        return kept_index(self._path, self._pack)
 
     def _pack(self) -> NDArray[np.int64]:
         bounds = self._file.document_starts()[self._range[0] : self._range[1] + 1]
@@ -132,7 +141,7 @@ def packing_notes(dataset: Dataset) -> Iterator[str]:
 def open_pretraining(source: DatasetSource, settings: DatasetSettings) -> GPTSamples | PackedSamples:
     """Samples of the .bin/.idx pair with this prefix, or of the shards of this manifest, as `packing` asks for."""
     if settings.packing == "best-fit":
-        return PackedSamples(open_tokens(source.path), source, settings)
+        return PackedSamples(settings.files.open(source.path), source, settings)
     return open_gpt_samples(source, settings)
 
 

@@ -51,14 +51,14 @@ class InputFile(NamedTuple):
     digest: str
 
     @classmethod
-    def of(cls, path: str) -> "InputFile":
-        """Facts of a file as it is now; OSError if it cannot be read.
+    def of(cls, path: str, *, what: str = "--input") -> "InputFile":
+        """Facts of a file as it is now; OSError if it cannot be read. `what` is what it is to the user.
 
         Of an object the store's own hash or ETag takes the place of a hash of parts, where it has one.
         """
         place = location(path)
         if isinstance(place, RemotePath):
-            facts, identity = ask(place, place.stat), ask(place, place.identity)
+            facts, identity = ask(place, place.stat, what=what), ask(place, place.identity, what=what)
             if identity:
                 return cls(path, facts.st_size, _nanoseconds(facts.st_mtime), identity)
             with open_binary(place) as file:

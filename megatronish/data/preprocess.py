@@ -6,25 +6,28 @@ JSON, lacks a key or holds no text there is reported with its place and counted;
 that the files of several keys stay aligned. Blank lines are skipped.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatronish.core.errors import UserError
-from megatronish.core.files import refuse_input_as_output
-from megatronish.core.remote import Location, location
+from megatronish.core.files import refuse_input_as_output, unwritten, working_folder
+from megatronish.core.remote import Location
+from megatronish.data.batch_work import in_order, signals_held
 from megatronish.data.cleaning import KEEP_ALL, MAX_EXAMPLES, Cleaning, RemovedCounts, RemovedDocument
-from megatronish.data.encoding import BadLine, Encoder, EncodingJob, encode_all, signals_held
+from megatronish.data.duplicates import Duplicates, SigningJob, find_duplicates
+from megatronish.data.encoding import BadLine, Encoded, Encoder, EncodingJob
 from megatronish.data.indexed import IndexedWriter, token_dtype
 from megatronish.data.inputs import input_files, listed, text_format_of
 from megatronish.data.pieces import InputPiece, lines_before
-from megatronish.data.readers import read_batches
+from megatronish.data.readers import batches_of
 
 MAX_WORKERS = 1024
 
@@ -39,6 +42,8 @@ class Summary:
     seconds: float = 0.0
     removed: RemovedCounts = field(default_factory=RemovedCounts)
     """Documents that cleaning left out."""
+    copied: RemovedCounts = field(default_factory=RemovedCounts)
+    """Copies of documents, which are not counted as documents."""
 
     @property
     def lines(self) -> int:
@@ -80,20 +85,73 @@ def preprocess(
         for suffix in (".bin", ".idx"):
             refuse_input_as_output("--output-prefix", Path(name + suffix), files)
     job = EncodingJob(tokenizer, tuple(json_keys), append_eod, split_sentences, cleaning)
-    with ExitStack() as stack:
-        opened = partial(_open_writer, output_prefix=output_prefix)
+    pieces, duplicates = [InputPiece(str(path)) for path in files], None
+    if cleaning.deduplication.is_wanted:
+        duplicates = _duplicates(pieces, output_prefix, job, workers=workers, on_progress=on_progress)
+    with _Pairs(output_prefix, names, rounds=cleaning.weights.rounds) as pairs:
         summary = encode_pieces(
-            [InputPiece(str(path)) for path in files],
-            names,
+            pieces,
+            pairs.names,
             job,
             own_tokenizer=tokenizer(),
-            open_writer=lambda name, dtype: stack.enter_context(opened(name, dtype=dtype)),
+            open_writer=pairs.open_writer,
             workers=workers,
             on_bad_line=told_bad_lines(lambda bad: on_bad_line(str(bad)), strict=strict),
             on_progress=on_progress,
+            duplicates=duplicates,
         )
         refuse_too_few(summary, files, json_keys, max_bad_fraction)
+        pairs.add_copies()
     return summary
+
+
+class _Pairs(ExitStack):
+    """Pairs of all keys, and of the copies of documents, which are added to those at the end."""
+
+    def __init__(self, output_prefix: str, names: Sequence[str], *, rounds: int) -> None:
+        super().__init__()
+        self._prefix, self._num_keys = output_prefix, len(names)
+        self.names = list(names)
+        if rounds > 1:
+            folder = self.enter_context(working_folder(Path(f"{output_prefix}.copies")))
+            self.names += [str(folder / f"{number}-{key}") for number in range(1, rounds) for key in range(len(names))]
+        self._of_copies = self.enter_context(ExitStack())
+        self._writers = list[IndexedWriter]()
+
+    def open_writer(self, name: str, dtype: np.dtype[Any]) -> IndexedWriter:
+        """The writer of the next of `names`."""
+        writer = _open_writer(name, self._prefix, dtype=dtype)
+        self._writers.append(writer)
+        return (self if len(self._writers) <= self._num_keys else self._of_copies).enter_context(writer)
+
+    def add_copies(self) -> None:
+        """Add the copies of each round after those of the round before."""
+        self._of_copies.close()
+        for number, name in enumerate(self.names[self._num_keys :]):
+            self._writers[number % self._num_keys].add_prefix(name)
+
+
+def _duplicates(
+    pieces: Sequence[InputPiece],
+    output_prefix: str,
+    job: EncodingJob,
+    *,
+    workers: int,
+    on_progress: Callable[[Summary, int], None],
+) -> Duplicates:
+    """Documents that are left out, found in a folder next to the result, which is removed at the end."""
+    place, signing = Path(f"{output_prefix}.signatures"), SigningJob(job.json_keys, job.cleaning)
+    try:
+        with working_folder(place) as folder:
+            return find_duplicates(
+                pieces,
+                signing,
+                folder / "signatures",
+                workers=workers,
+                on_bytes=lambda num_bytes: on_progress(Summary(), num_bytes),
+            )
+    except OSError as error:
+        raise unwritten(f"--output-prefix {output_prefix}", place, error) from error
 
 
 def encode_pieces(
@@ -106,24 +164,35 @@ def encode_pieces(
     workers: int,
     on_bad_line: Callable[[BadLine], None],
     on_progress: Callable[[Summary, int], None],
+    first_piece: int = 0,
+    duplicates: Duplicates | None = None,
 ) -> Summary:
     """Write the documents of pieces of files into the pairs `names`, one for each key of the job.
 
-    The writers are those of `open_writer`, which keeps or discards what they wrote.
+    Where documents have weights, there is a pair for each key and round of copies, those of a round together.
+
+    The writers are those of `open_writer`, which keeps or discards what they wrote. `first_piece` is the number of the
+    first piece among those of all tasks, and `duplicates` are left out.
     """
     summary, start = Summary(), time.monotonic()
-    batches = (batch for piece in pieces for batch in read_batches(location(piece.path), job.columns, piece))
+    batches = batches_of(pieces, job.columns, first_piece=first_piece)
+    if duplicates is not None:
+        batches = (batch._replace(duplicates=duplicates.of(batch)) for batch in batches)
     dtype = token_dtype(own_tokenizer.vocab_size)
     with signals_held():  # between a file and the note that it must be deleted
         writers = [open_writer(name, dtype) for name in names]
-    with closing(encode_all(batches, job, own_tokenizer, workers=workers)) as all_encoded:
+    own_work = job.with_tokenizer(own_tokenizer)
+    with closing(in_order(batches, job, own_work, workers=workers)) as all_encoded:
         for encoded in all_encoded:
             for bad in encoded.bad_lines:
                 on_bad_line(bad)
-            for writer, tokens, sequences in zip(writers, encoded.tokens, encoded.sequences, strict=True):
+            for number, writer in enumerate(writers):
+                round_number, key = divmod(number, len(job.json_keys))
+                tokens, sequences = _of_round(encoded, key, round_number)
                 writer.add_split_documents(tokens, sequences)
                 summary.tokens += len(tokens)
-            _count_removed(encoded.removed, summary.removed)
+            _count_removed(encoded.removed, summary.removed, duplicates)
+            _count_removed(encoded.copied, summary.copied, None)
             summary.documents += len(encoded.lengths[0])
             summary.bad_lines += len(encoded.bad_lines)
             summary.seconds = time.monotonic() - start
@@ -131,13 +200,25 @@ def encode_pieces(
     return summary
 
 
-def _count_removed(documents: Sequence[RemovedDocument], removed: RemovedCounts) -> None:
+def _of_round(encoded: Encoded, key: int, round_number: int) -> tuple[NDArray[Any], list[list[int]]]:
+    """Tokens and sequences of the documents that are written in a round: in the first one all."""
+    tokens, sequences = encoded.tokens[key], encoded.sequences[key]
+    if round_number == 0:
+        return tokens, sequences
+    chosen = [number for number, copies in enumerate(encoded.num_copies) if copies > round_number]
+    starts = np.concatenate(([0], np.cumsum(encoded.lengths[key], dtype=np.int64)))
+    parts = [tokens[starts[number] : starts[number + 1]] for number in chosen]
+    return np.concatenate([tokens[:0], *parts]), [sequences[number] for number in chosen]
+
+
+def _count_removed(documents: Sequence[RemovedDocument], removed: RemovedCounts, duplicates: Duplicates | None) -> None:
     for document in documents:
         shown = removed.examples.setdefault(document.why, [])
         removed.counts[document.why] = removed.counts.get(document.why, 0) + 1
         if len(shown) < MAX_EXAMPLES:
             line = lines_before(document.origin, document.path) + document.line
-            shown.append([document.path, line, document.excerpt])
+            stays = f" (as {duplicates.place(document.kept)})" if duplicates and document.kept is not None else ""
+            shown.append([document.path, line, document.excerpt + stays])
 
 
 def told_bad_lines(tell: Callable[[BadLine], None], *, strict: bool) -> Callable[[BadLine], None]:
@@ -170,6 +251,16 @@ def check_settings(*, json_keys: Sequence[str], workers: int, max_bad_fraction: 
         raise UserError(f"--workers {workers} must be at least 1 and at most {MAX_WORKERS}; use as many as CPU cores")
     if not 0 <= max_bad_fraction <= 1:
         raise UserError(f"--max-bad-fraction {max_bad_fraction} must be at least 0 and at most 1; for example 0.01")
+
+
+def refuse_no_name(prefix: str) -> None:
+    """UserError for a PREFIX that is no beginning of the names of files."""
+    name = prefix.rpartition("/")[2]
+    if name in ("", ".", ".."):
+        raise UserError(
+            f"--output-prefix {prefix!r} names a folder and no files; add a name, of which all files begin, such as "
+            f"{os.path.join(prefix, 'my')}"
+        )
 
 
 def refuse_too_few(

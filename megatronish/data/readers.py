@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatronish.core.errors import UserError
-from megatronish.core.remote import Location
+from megatronish.core.foreign import json_value
+from megatronish.core.remote import Location, location
 from megatronish.data.inputs import (
     ARRAY_OF_OBJECTS,
     BOM,
@@ -27,6 +28,8 @@ from megatronish.data.stores import open_binary, size_of
 
 BATCH_BYTES = 1 << 18
 BATCH_ROWS, ROWS_AT_ONCE = 256, 16
+LINE_BITS = 40
+"""Bits of the number of a line in the position of a document."""
 LONGEST_LINE = 1 << 28  # bytes
 LONGEST_ELEMENT = 1 << 28  # characters of an element of a JSON array
 
@@ -37,6 +40,7 @@ class Batch(NamedTuple):
     """Lines that are sent to a worker together; `num_bytes` of the file were read for them.
 
     `first_line` counts from 1: lines of a file from its byte `origin` on, elements of an array, rows of a table.
+    `piece` is the number of the piece of input in a plan.
     """
 
     path: str
@@ -44,10 +48,20 @@ class Batch(NamedTuple):
     lines: list[bytes]
     num_bytes: int
     origin: int = 0
+    piece: int = 0
+    duplicates: Mapping[int, int] = {}
+    """Lines that are left out because their texts are those of others, and the positions of these others."""
+
+    def position(self, line: int) -> int:
+        """A number of a line that rises with the order of the input."""
+        return (self.piece << LINE_BITS) + line
 
 
 def read_batches(path: Location, json_keys: Sequence[str], piece: InputPiece | None = None) -> Iterator[Batch]:
-    """Batches of a file, about 256 KiB each, or of a piece of it. UserError if it is another format, or broken."""
+    """Batches of a file, about 256 KiB each, or of a piece of it. UserError if it is another format, or broken.
+
+    Of a table the columns of `json_keys` are read, without a key all.
+    """
     piece = piece or InputPiece(str(path))
     if is_parquet(path):
         yield from _rows(path, json_keys, piece)
@@ -63,6 +77,13 @@ def read_batches(path: Location, json_keys: Sequence[str], piece: InputPiece | N
         for batch in batches:
             yield batch
             done = batch.first_line + len(batch.lines) - 1
+
+
+def batches_of(pieces: Sequence[InputPiece], columns: Sequence[str], *, first_piece: int = 0) -> Iterator[Batch]:
+    """Batches of pieces, in their order; `first_piece` is the number of the first among those of all tasks."""
+    for number, piece in enumerate(pieces, first_piece):
+        for batch in read_batches(location(piece.path), columns, piece):
+            yield batch._replace(piece=number)
 
 
 def _lines(path: Location, file: OpenInput, piece: InputPiece) -> Iterator[Batch]:
@@ -193,7 +214,7 @@ def _rows(path: Location, json_keys: Sequence[str], piece: InputPiece) -> Iterat
         with open_binary(path) as opened, parquet.ParquetFile(opened) as file:
             groups = list(range(file.num_row_groups)[piece.start : piece.end])
             names = file.schema_arrow.names
-            columns = {key if key in names else key.partition(".")[0] for key in json_keys}
+            columns = {key if key in names else key.partition(".")[0] for key in json_keys} or set(names)
             if missing := sorted(columns - set(names)):
                 raise UserError(
                     f"--input {path} has no column {missing[0]}; --json-keys names one or more of {', '.join(names)}"
@@ -226,6 +247,14 @@ def _as_json(value: Any) -> str | None:
         return value.decode() if isinstance(value, bytes) else None
     except UnicodeDecodeError:
         return None
+
+
+def read_record(line: bytes) -> dict[str, Any]:
+    """The object of a JSON line; ValueError if it has none."""
+    record = json_value(line.decode("utf-8-sig"))
+    if not isinstance(record, dict):
+        raise ValueError(f"a line must be a JSON object, not {type(record).__name__}")
+    return record
 
 
 def value_under(record: Mapping[str, Any], key: str) -> Any:

@@ -5,9 +5,10 @@ A new kind of data set is one file with a class that has the members of `Dataset
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from megatronish.config.sections.data import Packing
 from megatronish.core.errors import UserError
 from megatronish.data.chat.setup import ChatSetup
+from megatronish.data.token_files import TokenFiles
 from megatronish.tokenizer.control_tokens import MaskTokens
 
 
@@ -94,6 +96,34 @@ class MixingDataset(Protocol):
 
 
 @runtime_checkable
+class ReadAheadDataset(Protocol):
+    """A data set that may be on object storage, where samples that are asked for together are fetched together."""
+
+    def read_ahead(self, indices: Sequence[int], /) -> None:
+        """Fetch what these samples are read from; of data on a disk nothing."""
+
+
+def read_ahead(dataset: Dataset, indices: Sequence[int]) -> None:
+    """Fetch what these samples are read from, if the data set knows how."""
+    if isinstance(dataset, ReadAheadDataset):
+        dataset.read_ahead(indices)
+
+
+@runtime_checkable
+class KeptDataset(Protocol):
+    """A data set whose epochs have indices in files of a cache."""
+
+    def build_indices(self, num_samples: int, /) -> None:
+        """Build the indices of the first so many samples that are not kept yet. RunError if one cannot be kept."""
+
+
+def build_indices(dataset: Dataset, num_samples: int) -> None:
+    """Build the indices of the first so many samples, if the data set keeps any."""
+    if isinstance(dataset, KeptDataset):
+        dataset.build_indices(num_samples)
+
+
+@runtime_checkable
 class PackedDataset(Protocol):
     """A data set whose epochs have different numbers of samples, because each is packed for itself."""
 
@@ -126,6 +156,11 @@ class DatasetSettings:
     masks: MaskTokens | None = None
     short_seq_prob: float = 0.0
     packing: Packing = "concatenate"
+    files: TokenFiles = field(default_factory=TokenFiles, compare=False, repr=False)
+
+    def index_folder(self, path: str) -> Path:
+        """Folder in which sample indices of a data set are kept."""
+        return self.files.index_folder(path, cache_path=self.cache_path)
 
 
 class DatasetSource(NamedTuple):

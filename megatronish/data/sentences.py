@@ -11,6 +11,7 @@ other, in another order, and cut and swapped in another way. All is named, so th
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from megatronish.data.indexed import IndexedTokens
 from megatronish.data.mock import MockSamples, open_mock_samples
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.data.samples import TooSmallError
-from megatronish.data.shards import open_tokens
 from megatronish.parallel.streams import numpy_stream
 from megatronish.tokenizer.control_tokens import MaskTokens
 
@@ -110,8 +110,7 @@ class SentenceSamples:
 
     def sample(self, index: int) -> Sample:
         """A pair of the run of sentences that comes at this place of its epoch."""
-        epoch, place = divmod(index, self.num_samples)
-        run = self._runs[self._order_of(epoch)[place]]
+        run = self._run(index)
         self.file.check_size()
         texts = [self.file[sequence] for sequence in range(run.begin, run.end)]
         cut, swap, front = numpy_stream(self.settings.seed, "pairs", self._order, index).random(3)
@@ -122,6 +121,15 @@ class SentenceSamples:
         self._check(a, b)
         parts = (b, a) if is_swapped else (a, b)
         return pair(parts, length=self.settings.seq_length, masks=self.masks, is_swapped=is_swapped)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Fetch what these samples are read from; of data on a disk nothing."""
+        runs = map(self._run, indices)
+        self.file.read_ahead((self.file.sequence_start(run.begin), self.file.sequence_start(run.end)) for run in runs)
+
+    def _run(self, index: int) -> SentenceRun:
+        epoch, place = divmod(index, self.num_samples)
+        return self._runs[self._order_of(epoch)[place]]
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:
@@ -169,7 +177,7 @@ def _without(text: NDArray[np.int64], number: int, front: float) -> NDArray[np.i
 
 def open_sentences(source: DatasetSource, settings: DatasetSettings) -> SentenceSamples:
     """Pairs of the sentences of the .bin/.idx pair with this prefix."""
-    file = open_tokens(source.path)
+    file = settings.files.open(source.path)
     first, end = (round(fraction * file.num_documents) for fraction in source.part)
     return SentenceSamples(file, source, settings, documents=range(first, end))
 

@@ -9,10 +9,11 @@ pair: a run may begin with one and continue with the other.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import posixpath
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from megatronish.config.sections.data import MANIFEST
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.files import AtomicFile, unwritten, write_durably
+from megatronish.core.remote import Location, RemotePath
 from megatronish.data.indexed import (
     BLOCK,
     CODES,
@@ -90,7 +92,7 @@ def join_with_bar(shards: Sequence[DataShard], prefix: str) -> None:
 
 
 def copy_summed(
-    path: Path, into: BinaryIO | None, digest: str | None, *, on_bytes: Callable[[int], object] = int
+    path: Location, into: BinaryIO | None, digest: str | None, *, on_bytes: Callable[[int], object] = int
 ) -> str:
     """Copy a file into an open one, or only read it; its sha256. UserError if `digest` is not that."""
     hasher = hashlib.sha256()
@@ -107,7 +109,7 @@ def copy_summed(
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Location) -> Iterator[None]:
     """RunError for a file that cannot be read, in place of an OSError."""
     try:
         yield
@@ -154,8 +156,11 @@ def _blocks(shard: DataShard, dtype: str, section: str, count: int) -> Iterator[
 # Shards as one data set, without a copy.
 
 
-def write_manifest(shards: Sequence[DataShard], prefix: str) -> Path:
-    """Write the index of all shards and the manifest that names them, `<prefix>.shards.json`; its path."""
+def write_manifest(shards: Sequence[DataShard], prefix: str, *, notes: Mapping[str, Any] | None = None) -> Path:
+    """Write the index of all shards and the manifest that names them, `<prefix>.shards.json`; its path.
+
+    `notes` are further facts for its reader, which change nothing.
+    """
     path, index = Path(prefix + MANIFEST), Path(f"{prefix}.shards.idx")
     for shard in shards:
         copy_summed(bin_path(shard.prefix), None, shard.sums and shard.sums[0])
@@ -174,10 +179,40 @@ def write_manifest(shards: Sequence[DataShard], prefix: str) -> Path:
     ]
     with index.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    manifest = {"format": FORMAT, "index": {"path": index.name, "sha256": digest}, "bins": bins}
+    manifest = {"format": FORMAT, "index": {"path": index.name, "sha256": digest}, "bins": bins, **(notes or {})}
     with writing(path):
         write_durably(path, json.dumps(manifest, indent=1) + "\n")
     return path
+
+
+class Manifest(NamedTuple):
+    """What a manifest names, relative to its own folder: the index, and each .bin with its bytes."""
+
+    index_name: str
+    bins: list[tuple[str, int]]
+
+    @classmethod
+    def of(cls, text: str) -> "Manifest":
+        """Manifest of its text; ValueError for what is none."""
+        try:
+            manifest = json.loads(text)
+            if manifest["format"] != FORMAT:
+                raise ValueError(f"its format is {manifest['format']!r}")
+            bins = [(str(each["path"]), int(each["bytes"])) for each in manifest["bins"]]
+            return cls(str(manifest["index"]["path"]), bins)
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from error
+
+
+Place = TypeVar("Place", Path, RemotePath, Location)
+
+
+def named_by(manifest: Place, name: str) -> Place:
+    """What a manifest names, relative to its own folder; stores know no `..`."""
+    if isinstance(manifest, Path):
+        return manifest.parent / name
+    protocol, _, folder = manifest.parent.url.partition("://")
+    return RemotePath(f"{protocol}://{posixpath.normpath(f'{folder}/{name}')}")
 
 
 class _Bin(NamedTuple):
@@ -185,11 +220,6 @@ class _Bin(NamedTuple):
 
     path: Path
     num_bytes: int
-
-
-def open_tokens(path: str) -> IndexedTokens:
-    """Tokens of the pair of this prefix, or of the shards of this manifest. UserError for what cannot be read."""
-    return ShardedTokens(path) if path.endswith(MANIFEST) else IndexedTokens(path)
 
 
 class ShardedTokens(IndexedTokens):
@@ -208,6 +238,11 @@ class ShardedTokens(IndexedTokens):
         """What holds the tokens, for messages."""
         return f"a shard of {self.prefix}"
 
+    @property
+    def index_name(self) -> str:
+        """The index, for messages."""
+        return str(self._index_path)
+
     def _missing_remedy(self) -> str:
         return f"{self.prefix} names it: bring it back, or preprocess that task again and {REMEDY}"
 
@@ -220,18 +255,14 @@ class ShardedTokens(IndexedTokens):
         if expected != self._num_bytes():
             raise UserError(f"{self.prefix} names {expected} bytes but its index says {self._num_bytes()}; {REMEDY}")
         mapped = [MappedArray(path, self.dtype) for path in bins]
-        self._mapped += mapped
-        return JoinedTokens([each.values for each in mapped], self.dtype)
+        return JoinedTokens(mapped, self.dtype)
 
 
 def _read_manifest(path: Path) -> tuple[Path, list[_Bin]]:
     if not path.is_file():
         raise UserError(f"data file {path} does not exist; {REMEDY}, or name a prefix")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"its format is {manifest['format']!r}")
-        bins = [_Bin(path.parent / str(each["path"]), int(each["bytes"])) for each in manifest["bins"]]
-        return path.parent / str(manifest["index"]["path"]), bins
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        manifest = Manifest.of(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"{path} is not a manifest of shards ({error}); {REMEDY}, or name a prefix") from error
+    return named_by(path, manifest.index_name), [_Bin(named_by(path, name), size) for name, size in manifest.bins]

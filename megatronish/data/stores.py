@@ -1,15 +1,19 @@
 """Inputs on object storage: which objects a URL names, and an object as a binary file that is read in ranges.
 
 A range whose connection is lost is asked for again, some times. What a store raises in the end is one sentence: a
-UserError for what the user has to correct, a RunError for a store that does not answer.
+UserError for what the user has to correct, a RunError for a store that does not answer. Questions of a run have a time
+limit each (`TimedQuestions`): a store that is silent ends a run as one that refuses does.
 """
 
 import errno
 import io
 import re
+import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
+from queue import SimpleQueue
 from typing import Any, BinaryIO, TypeVar
 
 from megatronish.core.errors import UserError
@@ -24,8 +28,11 @@ MAGIC = "*?["
 Answer = TypeVar("Answer")
 
 
-def ask(path: RemotePath, question: Callable[[], Answer]) -> Answer:
-    """What the store answers; UserError or RunError with a sentence if it does not, after some tries."""
+def ask(path: RemotePath, question: Callable[[], Answer], *, what: str = "--input") -> Answer:
+    """What the store answers; UserError or RunError with a sentence if it does not, after some tries.
+
+    `what` is what the path is to the user.
+    """
     for number in range(TRIES):
         try:
             return question()
@@ -35,7 +42,7 @@ def ask(path: RemotePath, question: Callable[[], Answer]) -> Answer:
                 continue
             tries = f", after {TRIES} tries" if is_outage(error) else ""
             remedy = "check its name, the credentials and the address of the store"
-            raise error_of_start(f"--input {path} cannot be read{tries}", error, remedy=remedy) from error
+            raise error_of_start(f"{what} {path} cannot be read{tries}", error, remedy=remedy) from error
     raise AssertionError("the last try returns or raises")
 
 
@@ -49,6 +56,59 @@ def open_binary(path: Path | RemotePath) -> BinaryIO:
 def size_of(path: Path | RemotePath) -> int:
     """Bytes of a file or an object."""
     return path.stat().st_size if isinstance(path, Path) else ask(path, path.stat).st_size
+
+
+def whole_range(path: RemotePath, start: int, end: int, *, what: str = "--input") -> bytes:
+    """Bytes `start` to `end` of an object, once. OSError if fewer come, UserError if the server knows no ranges."""
+    content = path.read_range(start, end)
+    if len(content) < end - start:
+        raise OSError(errno.EIO, f"{len(content):,} of {end - start:,} bytes came", str(path))
+    if len(content) > end - start:
+        raise UserError(
+            f"{what} {path}: bytes {start:,} to {end:,} were asked for, and the server sent {len(content):,}: it knows "
+            "no ranges; copy the file to a disk first"
+        )
+    return content
+
+
+class TimedQuestions:
+    """Threads in which a store is asked, so that each question has a time limit.
+
+    A thread whose question took too long is left to itself, and does not keep the process from ending. The others are
+    used again: fsspec has a connection for each thread.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
+
+    def ask(self, question: Callable[[], Answer]) -> Answer:
+        """The answer, or what the question raises; OSError if it takes too long."""
+        try:
+            thread = self._idle.pop()
+        except IndexError:
+            thread = SimpleQueue()
+            threading.Thread(target=_answer_all, args=(thread,), name="store", daemon=True).start()
+        answer = Future[Answer]()
+        thread.put((question, answer))
+        try:
+            error = answer.exception(self._seconds)
+        except TimeoutError:
+            raise OSError(errno.ETIMEDOUT, f"no answer within {self._seconds:g} s") from None
+        self._idle.append(thread)
+        if error is not None:
+            raise error
+        return answer.result()
+
+
+def _answer_all(questions: "SimpleQueue[tuple[Callable[[], Any], Future[Any]]]") -> None:
+    while True:
+        question, answer = questions.get()
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+        del question, answer  # an answer may be large, and the next question long in coming
 
 
 class _Ranges(io.RawIOBase):
@@ -88,19 +148,7 @@ class _Ranges(io.RawIOBase):
         return len(part)
 
     def _fetch(self, start: int, end: int) -> bytes:
-        def question() -> bytes:
-            content = self._path.read_range(start, end)
-            if len(content) < end - start:
-                raise OSError(errno.EIO, f"{len(content):,} of {end - start:,} bytes came", str(self._path))
-            return content
-
-        content = ask(self._path, question)
-        if len(content) > end - start:
-            raise UserError(
-                f"--input {self._path}: bytes {start:,} to {end:,} were asked for, and the server sent "
-                f"{len(content):,}: it knows no ranges; copy the file to a disk first"
-            )
-        return content
+        return ask(self._path, lambda: whole_range(self._path, start, end))
 
 
 def objects_of(name: str, endings: Collection[str]) -> list[RemotePath]:

@@ -14,10 +14,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from megatronish.core.files import (
 )
 from megatronish.core.remote import Location, location
 from megatronish.data.cleaning import Cleaning, RemovedCounts
+from megatronish.data.duplicates import Duplicates
 from megatronish.data.encoding import BadLine, Encoder, EncodingJob
 from megatronish.data.indexed import CODES, IndexedTokens, IndexedWriter, bin_path, idx_path
 from megatronish.data.pieces import InputFile, InputPiece, cut_into_tasks
@@ -52,6 +54,8 @@ MAX_TASKS = 1_000_000
 MAX_NAMED = 1000
 """Bad lines that a task's record names; all are counted."""
 SECONDS_BETWEEN_SIGNS = 10.0
+Phase = Literal["sign", "match", "run"]
+"""What is done in tasks: the first two find duplicates, the last tokenizes."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ class Plan:
     tokenizer: str
     inputs: tuple[InputFile, ...]
     tasks: tuple[tuple[InputPiece, ...], ...]
+    references: tuple[InputFile, ...] = ()
+    """Files that the rules of cleaning read."""
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    """Versions of libraries, and of Unicode, on which the rules of cleaning depend."""
 
     @property
     def prefix(self) -> str:
@@ -73,6 +81,16 @@ class Plan:
     def folder(self) -> Path:
         """The folder of the shards and their records."""
         return Path(f"{self.prefix}.shards")
+
+    def names_of_task(self, number: int) -> list[str]:
+        """Prefixes of the pairs of a task, in `folder`: of all keys, and again for each further round of copies."""
+        first, rounds = task_name(number), range(2, self.cleaning.weights.rounds + 1)
+        return [name for prefix in (first, *(f"{first}-{each}" for each in rounds)) for name in self.names(prefix)]
+
+    @property
+    def signatures(self) -> Path:
+        """The folder of what is needed to find duplicates, and of no use later."""
+        return Path(f"{self.prefix}.signatures")
 
     @property
     def json_keys(self) -> list[str]:
@@ -85,16 +103,42 @@ class Plan:
         return [output_name(prefix, key, split_sentences=splits) for key in self.json_keys]
 
     @cached_property
+    def cleaning(self) -> Cleaning:
+        """Rules of which documents stay."""
+        return Cleaning.of(self.settings)
+
+    @cached_property
+    def pieces(self) -> list[InputPiece]:
+        """Pieces of all tasks, in the order of the input."""
+        return [piece for pieces in self.tasks for piece in pieces]
+
+    @cached_property
+    def first_pieces(self) -> list[int]:
+        """Number, among the pieces of all tasks, of the first of each task; and the number of all."""
+        return list(accumulate(map(len, self.tasks), initial=0))
+
+    @cached_property
+    def _all_inputs(self) -> str:
+        return hashlib.sha256(json.dumps(self.inputs).encode()).hexdigest()
+
+    @cached_property
     def _input_of(self) -> dict[str, InputFile]:
         return {file.path: file for file in self.inputs}
 
     def digest(self, task: int) -> str:
         """A hash of all that the bytes of a task's shard depend on."""
-        pieces = [[*piece, *self._input_of[piece.path][1:]] for piece in self.tasks[task]]
         # How many lines may be bad changes no byte of what was written.
         settings = {name: value for name, value in self.settings.items() if name not in ("max_bad_fraction", "strict")}
-        facts = [FORMAT, settings, self.tokenizer, pieces]
+        # Numbers of tasks are not among them: a task with the same pieces stays whole when others are planned again.
+        facts = [FORMAT, settings, self.tokenizer, self.facts_of_pieces(task)]
+        facts += [part for part in (self.references, self.libraries) if part]
+        if self.cleaning.deduplication.is_wanted:  # by documents of other tasks
+            facts.append(self._all_inputs)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def facts_of_pieces(self, task: int) -> list[list[Any]]:
+        """The pieces of a task, and what is known of their files."""
+        return [[*piece, *self._input_of[piece.path][1:]] for piece in self.tasks[task]]
 
 
 def make_plan(
@@ -103,17 +147,23 @@ def make_plan(
     """Write the plan of these files, `<prefix>.plan.json`. UserError for files that cannot be read."""
     if not 1 <= num_tasks <= MAX_TASKS:
         raise UserError(f"--tasks {num_tasks} must be at least 1 and at most {MAX_TASKS:,}; for example 16")
-    inputs = [_facts_of(str(path)) for path in files]
+    inputs = [_facts_of(str(path), "input") for path in files]
     tasks = tuple(tuple(pieces) for pieces in cut_into_tasks(inputs, num_tasks))
-    plan = Plan(Path(prefix + PLAN), dict(settings), tokenizer, tuple(inputs), tasks)
+    cleaning = Cleaning.of(settings)
+    references = tuple(_facts_of(path, flag) for flag, path in cleaning.files)
+    libraries = cleaning.libraries
+    plan = Plan(Path(prefix + PLAN), dict(settings), tokenizer, tuple(inputs), tasks, references, libraries)
     fields = {
         "format": FORMAT,
         "settings": plan.settings,
         "tokenizer": tokenizer,
         "inputs": [file._asdict() for file in inputs],
         "tasks": [[list(piece) for piece in pieces] for pieces in tasks],
+        "references": [file._asdict() for file in references],
+        "libraries": libraries,
     }
-    with _stored("the plan", plan.path):
+    # The plan is written last and durably: tasks on other machines read it as soon as a scheduler starts them.
+    with stored("the plan", plan.path):
         plan.path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(plan.path, json.dumps(fields, indent=1) + "\n")
     return plan
@@ -129,7 +179,9 @@ def read_plan(path: Path) -> Plan:
             raise ValueError(f"its format is {fields['format']!r}")
         inputs = tuple(InputFile(**facts) for facts in fields["inputs"])
         tasks = tuple(tuple(InputPiece(*piece) for piece in pieces) for pieces in fields["tasks"])
-        plan = Plan(path, fields["settings"], fields["tokenizer"], inputs, tasks)
+        references = tuple(InputFile(**facts) for facts in fields.get("references", ()))
+        libraries = dict(fields.get("libraries", {}))
+        plan = Plan(path, fields["settings"], fields["tokenizer"], inputs, tasks, references, libraries)
         _check(plan)
         return plan
     except OSError as error:
@@ -149,7 +201,9 @@ def _check(plan: Plan) -> None:
         raise ValueError("its json_keys and its plugin must be texts")
     # A key is a part of the names of files: none may lead to another folder.
     check_settings(json_keys=plan.json_keys, workers=1, max_bad_fraction=float(settings["max_bad_fraction"]))
-    Cleaning.of(settings)
+    if [file.path for file in plan.references] != [path for _, path in plan.cleaning.files]:
+        raise ValueError("its references are not the files of its rules")
+    # A plan may come from another machine by mail: what it says of pieces is checked before a byte is read.
     known = {file.path for file in plan.inputs}
     for piece in (piece for pieces in plan.tasks for piece in pieces):
         ends = (piece.start,) if piece.end is None else (piece.start, piece.end)
@@ -160,6 +214,7 @@ def _check(plan: Plan) -> None:
 def tokenizer_digest(tokenizer: Encoder, files: Sequence[Path]) -> str:
     """A hash of a tokenizer: of its files, and of what it makes of some texts, which another library may change."""
     digest = hashlib.sha256(repr((tokenizer.vocab_size, tokenizer.eod)).encode())
+    # Files say which tokenizer it is, trial texts what this machine's version of its library makes of it.
     for path in files:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -173,7 +228,7 @@ def tokenizer_digest(tokenizer: Encoder, files: Sequence[Path]) -> str:
 
 
 @contextmanager
-def _stored(what: str, path: Path) -> Iterator[None]:
+def stored(what: str, path: Path) -> Iterator[None]:
     """A sentence in place of an OSError where something is written."""
     try:
         yield
@@ -195,6 +250,9 @@ class TaskRecord(NamedTuple):
     removed: dict[str, int] | None = None
     """Documents that cleaning left out, by reason."""
     removed_examples: dict[str, list[list[Any]]] | None = None
+    copied: dict[str, int] | None = None
+    """Copies of documents, by rule."""
+    copied_examples: dict[str, list[list[Any]]] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -223,7 +281,8 @@ def record_of(plan: Plan, number: int, *, sums: bool = False) -> TaskRecord | No
     """The record of a task that is whole, None for any other. With `sums` every byte of its shards is read."""
     try:
         record = TaskRecord(**json.loads((plan.folder / f"{task_name(number)}.json").read_text(encoding="utf-8")))
-        names = [Path(name).name for name in plan.names(task_name(number))]
+        # A record of another plan with the same prefix has another digest: its files are written again.
+        names = [Path(name).name for name in plan.names_of_task(number)]
         if record.task != plan.digest(number) or [each["name"] for each in record.shards] != names:
             return None
         if not all(np.dtype(each["dtype"]) in CODES for each in record.shards):
@@ -231,6 +290,7 @@ def record_of(plan: Plan, number: int, *, sums: bool = False) -> TaskRecord | No
         for shard in shards_of(plan, record):
             if bin_path(shard.prefix).stat().st_size != shard.tokens * shard.dtype.itemsize:
                 return None
+            # Sizes are compared always, sums where bytes are to be believed: sums read terabytes.
             assert shard.sums is not None
             idx_path(shard.prefix).stat()
             for path, digest in zip((bin_path(shard.prefix), idx_path(shard.prefix)), shard.sums, strict=True):
@@ -242,7 +302,7 @@ def record_of(plan: Plan, number: int, *, sums: bool = False) -> TaskRecord | No
 
 
 def shards_of(plan: Plan, record: TaskRecord) -> list[DataShard]:
-    """The shards of a record, one for each key."""
+    """The shards of a record, one for each key, and again for each further round of copies."""
     return [
         DataShard(
             str(plan.folder / each["name"]),
@@ -256,6 +316,13 @@ def shards_of(plan: Plan, record: TaskRecord) -> list[DataShard]:
     ]
 
 
+def shards_by_key(plan: Plan, records: Sequence[TaskRecord]) -> list[list[DataShard]]:
+    """The shards of each key in the order of the result: those of all tasks, and then of each round of copies."""
+    of_tasks, num_keys = [shards_of(plan, record) for record in records], len(plan.json_keys)
+    places = range(len(plan.names_of_task(0)))
+    return [[shards[place] for place in places[key::num_keys] for shards in of_tasks] for key in range(num_keys)]
+
+
 @dataclass(frozen=True)
 class TaskRun:
     """What a run of tasks has: the tokenizer, its hash, worker processes, and what hears of bad lines and progress."""
@@ -265,6 +332,8 @@ class TaskRun:
     workers: int
     on_bad_line: Callable[[str], None]
     on_progress: Callable[[Summary, int], None]
+    duplicates: Duplicates | None = None
+    """Documents of the task that are left out, of a plan that finds them (data/phases.py)."""
 
 
 def run_task(plan: Plan, number: int, run: TaskRun) -> TaskRecord:
@@ -272,29 +341,33 @@ def run_task(plan: Plan, number: int, run: TaskRun) -> TaskRecord:
 
     UserError for an input or a tokenizer that is not that of the plan, RunError where the disk is full.
     """
-    signs = _Signs(plan, number)
+    signs = Signs(plan, number, "run")
     try:
+        assert plan.cleaning.deduplication.is_wanted == (run.duplicates is not None)
         if run.digest != plan.tokenizer:
             raise UserError(
                 f"the tokenizer is not the one that {plan.path} was made with, so tokens would differ between tasks; "
                 "bring the same files and versions of libraries to this machine, or plan again"
             )
-        _refuse_changed_inputs(plan, number)
-        with _stored("the folder of shards", plan.folder):
+        refuse_changed_inputs(plan, number)
+        # Each run has a folder of its own name, so that two runs of a task never write into one file.
+        with stored("the folder of shards", plan.folder):
             folder = ExitStack()
             own = folder.enter_context(working_folder(plan.folder / task_name(number)))
         with folder:
             return _publish(plan, number, own, _encode(plan, number, own, run, signs))
+    # `status` on another machine then tells why, without a look at logs of the scheduler.
     except (UserError, RunError, OSError) as error:
         signs.give(failure=str(error))
         raise
 
 
-def _encode(plan: Plan, number: int, own: Path, run: TaskRun, signs: "_Signs") -> TaskRecord:
+def _encode(plan: Plan, number: int, own: Path, run: TaskRun, signs: "Signs") -> TaskRecord:
     """Write the pairs of a task into its own folder; their record."""
     settings, first_bad = plan.settings, list[list[Any]]()
 
     def on_bad_line(bad: BadLine) -> None:
+        # All are counted and printed; the record keeps the first, or a bad input of millions of lines would fill it.
         if len(first_bad) < MAX_NAMED:
             first_bad.append([bad.path, bad.line, bad.why])
         run.on_bad_line(str(bad))
@@ -304,9 +377,9 @@ def _encode(plan: Plan, number: int, own: Path, run: TaskRun, signs: "_Signs") -
         run.on_progress(summary, num_bytes)
 
     job = EncodingJob(
-        run.tokenizer, tuple(plan.json_keys), settings["append_eod"], settings["split_sentences"], Cleaning.of(settings)
+        run.tokenizer, tuple(plan.json_keys), settings["append_eod"], settings["split_sentences"], plan.cleaning
     )
-    names = plan.names(str(own / task_name(number)))
+    names = [str(own / name) for name in plan.names_of_task(number)]
     with ExitStack() as stack:
         summary = encode_pieces(
             plan.tasks[number],
@@ -317,8 +390,10 @@ def _encode(plan: Plan, number: int, own: Path, run: TaskRun, signs: "_Signs") -
             workers=run.workers,
             on_bad_line=told_bad_lines(on_bad_line, strict=settings["strict"]),
             on_progress=on_progress,
+            first_piece=plan.first_pieces[number],
+            duplicates=run.duplicates,
         )
-    _refuse_changed_inputs(plan, number)  # while it was read
+    refuse_changed_inputs(plan, number)  # while it was read
     return TaskRecord(
         plan.digest(number),
         summary.documents,
@@ -330,11 +405,14 @@ def _encode(plan: Plan, number: int, own: Path, run: TaskRun, signs: "_Signs") -
         [_summed(name) for name in names],
         summary.removed.counts,
         summary.removed.examples,
+        summary.copied.counts,
+        summary.copied.examples,
     )
 
 
 def _summed(name: str) -> dict[str, Any]:
     """Facts of a pair that has been written, read back."""
+    # What is on the disk is summed, not what was in memory: a write that went wrong is found here.
     pair = IndexedTokens(name)
     return {
         "name": Path(name).name,
@@ -351,12 +429,14 @@ def _publish(plan: Plan, number: int, own: Path, record: TaskRecord) -> TaskReco
     """Rename the files of a task into the folder of all shards, the record last."""
     if (other := record_of(plan, number, sums=True)) is not None:  # of another run of this task, which was faster
         return other
+    # The order makes a kill at any moment harmless: no record while files are replaced, and it comes after them.
     final = plan.folder / f"{task_name(number)}.json"
-    with _stored(f"task {number}", final):
+    with stored(f"task {number}", final):
         final.unlink(missing_ok=True)  # of another plan, or of files that are damaged
         for each in record.shards:
             for path in (bin_path(own / each["name"]), idx_path(own / each["name"])):
                 path.replace(plan.folder / path.name)
+        # Renames must be on the disk before the record says that they happened.
         sync_folder(plan.folder)
         write_durably(own / final.name, json.dumps(record._asdict(), indent=1) + "\n")
         (own / final.name).replace(final)
@@ -364,17 +444,25 @@ def _publish(plan: Plan, number: int, own: Path, record: TaskRecord) -> TaskReco
     return record
 
 
-def _facts_of(path: str) -> InputFile:
+def _facts_of(path: str, flag: str) -> InputFile:
     try:
-        return InputFile.of(path)
+        return InputFile.of(path, what=f"--{flag}")
     except OSError as error:
-        raise UserError(f"--input {path} cannot be read: {error.strerror}; check the path") from error
+        raise UserError(f"--{flag} {path} cannot be read: {error.strerror}; check the path") from error
 
 
-def _refuse_changed_inputs(plan: Plan, number: int) -> None:
-    """UserError if an input of a task is not there, or is not what it was when the plan was made."""
-    paths = {piece.path for piece in plan.tasks[number]}
-    for planned in plan.inputs:
+def refuse_changed_inputs(plan: Plan, number: int) -> None:
+    """UserError if an input of a task is not there, or is not what it was when the plan was made, or a library is."""
+    for name, version in plan.cleaning.libraries.items():
+        if version != (planned_version := plan.libraries.get(name, "of another release")):
+            remedy = "take the same Python" if name == "Unicode" else f"pip install {name}=={planned_version}"
+            raise UserError(
+                f"{plan.path} was made with {name} {planned_version}, and this machine has {version}, which may judge "
+                f"otherwise; {remedy}, or plan again"
+            )
+    # Only the files that this task reads: an input that another task has used up may be gone.
+    paths = {*(piece.path for piece in plan.tasks[number]), *(path for _, path in plan.cleaning.files)}
+    for planned in (*plan.inputs, *plan.references):
         if planned.path not in paths:
             continue
         try:
@@ -392,18 +480,19 @@ def _refuse_changed_inputs(plan: Plan, number: int) -> None:
             )
 
 
-class _Signs:
+class Signs:
     """Signs of life of a task, for `status`. They decide nothing, so one that cannot be written is left out."""
 
-    def __init__(self, plan: Plan, number: int) -> None:
+    def __init__(self, plan: Plan, number: int, phase: Phase) -> None:
         job = os.environ.get("SLURM_JOB_ID", "")
-        self._path = sign_path(plan, number)
+        self._path = sign_path(plan, number, phase)
         self._sign = Sign(socket.gethostname(), os.getpid(), job, time.time(), 0.0, 0)
         self.give()
 
     def give(self, documents: int = 0, *, failure: str = "") -> None:
         """Write a sign, unless the last one is fresh."""
         now = time.time()
+        # Thousands of tasks share a file system: a sign for each document would be its main load.
         if now - self._sign.heard > SECONDS_BETWEEN_SIGNS or failure:
             documents = max(documents, self._sign.documents)
             self._sign = self._sign._replace(heard=now, documents=documents, failure=failure)
@@ -412,15 +501,17 @@ class _Signs:
                 write_quickly(self._path, json.dumps(self._sign._asdict()) + "\n")
 
 
-def sign_path(plan: Plan, number: int) -> Path:
+def sign_path(plan: Plan, number: int, phase: Phase) -> Path:
     """The file of the last sign of life of a task."""
-    return plan.folder / f"{task_name(number)}.sign"
+    return (
+        plan.folder / f"{task_name(number)}.sign" if phase == "run" else plan.signatures / f"{phase}-{number:05d}.sign"
+    )
 
 
-def sign_of(plan: Plan, number: int) -> Sign | None:
+def sign_of(plan: Plan, number: int, phase: Phase = "run") -> Sign | None:
     """The last sign of life of a task; None if there is none that can be read."""
     try:
-        return Sign(**json.loads(sign_path(plan, number).read_text(encoding="utf-8")))
+        return Sign(**json.loads(sign_path(plan, number, phase).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -449,6 +540,14 @@ def removed_of(records: Sequence[TaskRecord]) -> RemovedCounts:
     for record in records:
         removed.add(RemovedCounts(record.removed or {}, record.removed_examples or {}))
     return removed
+
+
+def copied_of(records: Sequence[TaskRecord]) -> RemovedCounts:
+    """Copies of documents in tasks."""
+    copied = RemovedCounts()
+    for record in records:
+        copied.add(RemovedCounts(record.copied or {}, record.copied_examples or {}))
+    return copied
 
 
 def ranges(numbers: Sequence[int]) -> str:

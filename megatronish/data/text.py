@@ -9,7 +9,6 @@ nothing is dropped.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,14 @@ from numpy.typing import NDArray
 
 from megatronish.config.sections.data import MANIFEST
 from megatronish.core.errors import UserError
+from megatronish.core.remote import Location, RemotePath, location
 from megatronish.data.encoding import Encoder, EncodingJob, encode_batch
+from megatronish.data.indexed import IndexedTokens
 from megatronish.data.inputs import ENDINGS
 from megatronish.data.readers import read_batches
 from megatronish.data.sample import Sample
-from megatronish.data.shards import open_tokens
+from megatronish.data.stores import ask
+from megatronish.data.token_files import TokenFiles
 
 PAIR = (".bin", ".idx", MANIFEST)
 
@@ -42,16 +44,23 @@ class TokenizedText:
 
 
 def read_text(
-    path: str, *, tokenizer: Callable[[], Encoder], json_key: str, vocab_size: int, eod: int | None = None
+    path: str,
+    *,
+    tokenizer: Callable[[], Encoder],
+    json_key: str,
+    vocab_size: int,
+    eod: int | None = None,
+    files: TokenFiles,
 ) -> TokenizedText:
-    """Text of the .bin/.idx pair of this prefix, or of a file of JSON or Parquet (data/inputs.py).
+    """Text of the .bin/.idx pair of this prefix, or of a file of JSON or Parquet (data/inputs.py); both may be URLs.
 
     Documents of JSON lines end with `eod`, the end-of-document token of the model (the tokenizer may have another).
 
     UserError for what is neither, holds less than two tokens, or holds tokens outside the vocabulary.
     """
-    is_lines = not path.endswith(PAIR) and (Path(path).is_file() or path.endswith(ENDINGS))
-    text = _read_lines(Path(path), tokenizer(), json_key, eod) if is_lines else _open_pair(path, eod)
+    source = location(path)
+    is_lines = not path.endswith(PAIR) and (_is_file(source) or path.endswith(ENDINGS))
+    text = _read_lines(source, tokenizer(), json_key, eod) if is_lines else _text_of(files.open(path), eod)
     if len(text.tokens) < 2:
         raise UserError(
             f"--data-path {path} holds {len(text.tokens)} tokens, and perplexity needs at least two; name a longer text"
@@ -67,8 +76,11 @@ def read_text(
     return text
 
 
-def _open_pair(prefix: str, eod: int | None) -> TokenizedText:
-    pair = open_tokens(prefix)
+def _is_file(place: Location) -> bool:
+    return ask(place, place.is_file, what="--data-path") if isinstance(place, RemotePath) else place.is_file()
+
+
+def _text_of(pair: IndexedTokens, eod: int | None) -> TokenizedText:
     return TokenizedText(np.asarray(pair.tokens), pair.document_starts(), eod)
 
 
@@ -86,8 +98,8 @@ class _CountingEncoder:
         return ids
 
 
-def _read_lines(path: Path, tokenizer: Encoder, json_key: str, eod: int | None) -> TokenizedText:
-    if not path.is_file():
+def _read_lines(path: Location, tokenizer: Encoder, json_key: str, eod: int | None) -> TokenizedText:
+    if not _is_file(path):
         raise UserError(f"--data-path {path} does not exist; check the path")
     counting = _CountingEncoder(tokenizer, eod)
     job = EncodingJob(lambda: counting, (json_key,), append_eod=True)

@@ -4,8 +4,8 @@ FlexAttention is compiled for a mask, which tensors without memory cannot be; so
 place. It allocates what the compiled kernels do: forward the output and a log-sum-exp, backward the three gradients and
 the sum of dout x out. Its FLOPs are those of the blocks of scores that are not skipped.
 
-Attention with dropout runs block by block, thousands of operators a layer. Only the largest blocks run here; FLOPs are
-scaled to all of them, of which each has FLOPs in proportion to its scores.
+Attention with dropout, where no kernel runs, is block by block. Only the largest blocks run here; FLOPs are scaled to
+all of them, of which each has FLOPs in proportion to its scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -146,6 +146,20 @@ def _flex_backward_flops(
 
 
 # Attention with dropout
+
+
+@register_flop_formula(torch.ops.megatronish.dropped_attention)
+def _dropped_flops(q: tuple[int, ...], k: tuple[int, ...], *rest: Any, **_: Any) -> int:
+    length, batch, heads, size = q
+    causal, window = rest[-2], rest[-3]
+    places = computed_scores(k[0], window, causal=causal) if length == k[0] else length * k[0]
+    return 2 * batch * heads * places * 2 * size
+
+
+@register_flop_formula(torch.ops.megatronish.dropped_attention_backward)
+def _dropped_backward_flops(_dout: Any, q: tuple[int, ...], k: tuple[int, ...], *rest: Any, **_: Any) -> int:
+    # Scores, and gradients of probabilities: each twice, for the kernel of keys and that of queries; three gradients.
+    return _dropped_flops(q, k, *rest) // 2 * 7
 
 
 def dropped_references() -> dict[Any, Reference]:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatronish.attention import dropout_attention
 from megatronish.attention.mask import slopes_on
 from megatronish.checkpoint.save import HostCopies
 from megatronish.config.config import Config
@@ -38,7 +39,7 @@ from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.launch.place import Place
 from megatronish.layers.quantised import MatrixPiece, QuantisedWeight
 from megatronish.model.batch import MicroBatch
-from megatronish.ops.library import NAMESPACE, load_kernels
+from megatronish.ops.library import NAMESPACE, has_kernels
 from megatronish.ops.nf4 import table_on
 from megatronish.ops.report import FAMILIES
 from megatronish.parallel import comm
@@ -46,7 +47,7 @@ from megatronish.parallel.mesh import Axis, Mesh, leave
 from megatronish.parallel.schedules.plan import Action
 from megatronish.parallel.stages import Stages
 from megatronish.report.statistics import num_zeros, params_norm
-from megatronish.tokenizer.tokenizer import NullTokenizer
+from megatronish.tokenizer.plain import NullTokenizer
 from megatronish.train.checkpoint_state import num_not_finite, tensors_of
 from megatronish.train.hooks.replicas import differences
 
@@ -76,8 +77,8 @@ def matrices_by_one_piece() -> Iterator[None]:
         yield
 
 
-def _largest_piece(self: QuantisedWeight) -> Iterator[MatrixPiece]:
-    yield max(all_pieces(self), key=lambda piece: piece.rows.stop - piece.rows.start)
+def _largest_piece(self: QuantisedWeight, device: torch.device) -> Iterator[MatrixPiece]:
+    yield max(all_pieces(self, device), key=lambda piece: piece.rows.stop - piece.rows.start)
 
 
 def _forget() -> None:
@@ -252,9 +253,9 @@ def run_rank(planned: PlannedRun, rank: int, *, then: Then = hooks_alone) -> Dry
 
 def references() -> dict[Any, Reference]:
     """Operators that a GPU runs by other operators: one that has no kernel, and all where none is built."""
-    ops, families = getattr(torch.ops, NAMESPACE), FAMILIES if load_kernels() is not None else ()
+    ops, families = getattr(torch.ops, NAMESPACE), [family for family in FAMILIES if not has_kernels(family)]
     fused = {getattr(ops, each.name): Reference(each.reference) for family in families for each in family.operators}
-    return fused | dropped_references()
+    return fused | ({} if has_kernels(dropout_attention.FAMILY) else dropped_references())
 
 
 @contextmanager

@@ -43,6 +43,8 @@ def grouped_flops(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
 
 
 OWN_FORMULAS: dict[Any, Callable[..., Any]] = {aten._grouped_mm: grouped_flops}
+FACTORS = {aten.mm: 2, aten.bmm: 2, aten.addmm: 3, aten.baddbmm: 3}
+"""Arguments that are tensors, of products whose result may have a dtype of its own."""
 LIKE = {  # the same product under another name
     "_addmm_activation": "addmm",
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
@@ -154,6 +156,15 @@ class StepCounts:
     uncounted: Counter[str] = field(default_factory=Counter)  # calls of products whose FLOPs no formula counts
     waits: Counter[str] = field(default_factory=Counter)
     operators: int = 0
+    launches: int = 0  # of kernels on the device, an operator of torch's as one
+
+
+# What starts no kernel: views, which the schema tells, and these. And operators of ours that start several.
+WITHOUT_KERNEL = {
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view),
+    *(aten.set_, aten.resize_, aten.record_stream, aten.is_pinned, aten._pin_memory, aten.detach, aten.lift_fresh),
+}
+SEVERAL = {"layer_norm_backward": 2, "rms_norm_backward": 2, "dropped_attention_backward": 3}
 
 
 class FixedResult(NamedTuple):
@@ -237,11 +248,12 @@ class StepRecorder(TorchDispatchMode):
         # 3. Run on tensors without memory, or answered: fake tensors raise where a result depends on values.
         answer = self._answer(packet, args, kwargs)
         out = func(*args, **kwargs) if answer is None else answer.value
+        self._counts.launches += self._launches(func, args, out)
         # 4. FLOPs. A product without a formula is listed, as 0 would make every throughput too high without a sign.
         formula = formula_of(packet)
         if formula is not None:
-            # Products that return another dtype than their operands' have it as a third argument.
-            operands = args[:2] if packet in (aten.mm, aten.bmm) else args
+            # Products that return another dtype than their operands' have it as a further argument.
+            operands = args[: FACTORS.get(packet, len(args))]
             self._counts.flops[packet.__name__] += formula(*operands, **kwargs, out_val=out)
         elif is_product(packet.__name__):
             self._counts.uncounted[packet.__name__] += 1
@@ -253,6 +265,14 @@ class StepRecorder(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     self.ledger.note(leaf, packet.__name__)
         return out
+
+    def _launches(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        """Kernels that an operator starts on the device; a collective is none of them."""
+        packet = func._overloadpacket
+        if func.is_view or packet in WITHOUT_KERNEL or func.namespace in ("c10d", "prim"):
+            return 0
+        is_here = any(tensor.device.type == self.ledger.device_type for tensor in _tensors((out, args)))
+        return SEVERAL.get(packet.__name__, 1) if is_here else 0
 
     def _by_parts(self, reference: Reference, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Result of an operator by those that it is made of, whose FLOPs count as often as it says."""

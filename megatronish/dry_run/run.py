@@ -16,8 +16,9 @@ from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.memory_table import Memory, format_bytes
 from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.estimate.costs.traffic import expected_traffic
-from megatronish.ops.library import load_kernels
-from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.ops.library import fuses_dropout
+from megatronish.ops.report import kernels_line
+from megatronish.tokenizer.build import build_tokenizer
 
 # Report of a dry run: what was found for each rank, as text and as JSON.
 
@@ -41,7 +42,7 @@ class Expected(NamedTuple):
 def with_expected(planned: PlannedRun, record: DryRank) -> Expected:
     """The record, and what estimate/costs expects of its rank."""
     loads = planned.stages.loads(planned.num_microbatches)
-    load, kernels = loads[record.stage], load_kernels() is None
+    load, kernels = loads[record.stage], fuses_dropout("cuda")
     config, vocab_size = planned.config, planned.vocab_size
     memory = expected_memory(config, [load], vocab_size=vocab_size, kernels=kernels, shard_ranks=record.shard_ranks)[0]
     sent = expected_traffic(config, load, record.stage, vocab_size=vocab_size, shard_ranks=record.shard_ranks)
@@ -149,10 +150,7 @@ def dry_run(config: Config, *, device_type: str, notes: Sequence[str]) -> int:
     vocab_size = config.data.vocab_size or build_tokenizer(config.data).vocab_size
     planned = PlannedRun(config, vocab_size, device_type)
     if device_type == "cuda":
-        why_not = load_kernels()
-        notes.append(
-            f"fused operators as their {'kernels run' if why_not is None else 'references, because ' + why_not}"
-        )
+        notes.append(kernels_line(device_type))
         notes += mask_notes(config)
     print(
         f"dry run of {config.layout.world_size} ranks: {config.layout}", *(f"note: {note}" for note in notes), sep="\n"

@@ -16,6 +16,7 @@ from megatronish.parallel.mesh import Mesh
 from megatronish.specs.layers import layer_specs
 
 TOKENS, DROPPED, NOT_FINITE = "tokens_per_expert", "dropped_choices", "tokens_not_finite"
+WITHOUT_ROOM = "rows_without_room"
 
 
 class ExpertLoad(NamedTuple):
@@ -65,6 +66,7 @@ class Balancing:
         config = self.config
         specs = enumerate(layer_specs(config))
         self.layers = tuple(number for number, spec in specs if spec.mlp.num_experts)
+        self._without_room = 0.0
         self.losses: dict[str, float] = {}
         if self.layers:
             kind, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
@@ -88,12 +90,29 @@ class Balancing:
         num_layers, num_experts = self.config.num_all_layers, self.config.num_experts
         assert num_experts is not None
         dropped = [] if self.config.moe_expert_capacity_factor is None else [DROPPED]
-        names = (*self.losses, *dropped, NOT_FINITE)
+        padded = [WITHOUT_ROOM] if self.has_rooms else []
+        names = (*self.losses, *dropped, *padded, NOT_FINITE)
         return {TOKENS: (num_layers, num_experts), **dict.fromkeys(names, (num_layers,))}
 
+    @property
+    def has_rooms(self) -> bool:
+        """Whether ranks send each other as many rows as there is room for."""
+        room, ep = self.model.tp.experts.room, self.model.tp.experts.ep.size
+        return ep > 1 and (room.factor is not None or room.to_capacity)
+
+    def lacked_room(self, sums: Mapping[str, Tensor]) -> bool:
+        """Whether rows of a step found no room, and were left out of its sums and gradients: `metrics` tell of it."""
+        if WITHOUT_ROOM not in sums or not len(sums[WITHOUT_ROOM].nonzero()):
+            return False
+        self._without_room = float(sums[WITHOUT_ROOM].sum())
+        return True
+
     @contextmanager
-    def of_step(self, num_sequences: int, *, seq_length: int, loss_scale: float) -> Iterator[None]:
-        """Let the model balance its experts meanwhile, in a step of so many sequences over all data ranks."""
+    def of_step(self, num_sequences: int, *, seq_length: int, loss_scale: float, pads: bool = True) -> Iterator[None]:
+        """Let the model balance its experts meanwhile, in a step of so many sequences over all data ranks.
+
+        It `pads` rows where there are rooms for them.
+        """
         losses = self.losses
         if self.layers:
             self.model.balance = Balance(
@@ -102,6 +121,7 @@ class Balancing:
                 losses.get("load_balancing_loss", 0.0),
                 losses.get("global_load_balancing_loss", 0.0),
                 losses.get("router_z_loss", 0.0),
+                pads=pads,
             )
         try:
             yield
@@ -117,6 +137,8 @@ class Balancing:
         assert load is not None
         if DROPPED in sums:
             metrics["dropped_share"] = float(sums[DROPPED].sum() / sums[TOKENS].sum())
+        if self._without_room:
+            metrics[WITHOUT_ROOM], self._without_room = self._without_room, 0.0
         return metrics | {"largest_expert_load": load.largest, "num_idle_experts": float(load.num_idle)}
 
     def not_finite(self, own: Mapping[str, Tensor], sums: Mapping[str, Tensor], mesh: Mesh) -> str | None:

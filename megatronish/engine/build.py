@@ -45,6 +45,7 @@ from megatronish.objectives.masked import SentenceObjective
 from megatronish.objectives.objective import CausalLM, LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.table import objective_of
+from megatronish.ops.gradient_sum import sums_unrounded
 from megatronish.optim.loss_scale import LossSpikes, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
 from megatronish.optim.outer import OuterOptimizer, OuterSettings
@@ -125,6 +126,8 @@ def build_engine(
         vocab_size=vocab_size,
         num_positions=model.max_position_embeddings or training.seq_length,
         sequence_parallel=config.parallel.sequence_parallel,
+        by_pieces=config.parallel.tp_comm_overlap_backend if config.multiplies_by_pieces else None,
+        room=config.parallel.row_room,
         execution=execution_of(config, mesh),
         make_block=make_block,
         device=device,
@@ -140,9 +143,7 @@ def build_engine(
     weight_gradients = place_weight_gradients(stage, data_parallel, settings)
     if config.training.compile and why_not_compiled(mesh.device.type) is None:
         compile_layers(stage.model.layers.values())
-    optimizer = Optimizer(
-        data_parallel.shards, data_parallel.gradients, learning, mesh.domains, config.optimizer, device=mesh.device
-    )
+    optimizer = _make_optimizer(config, data_parallel, learning, mesh)
     stage.model.record = mesh.record
     executor = build_executor(config, stage, mesh, objective, weight_gradients)
     replaying = with_graphs(config, executor, mesh)
@@ -154,6 +155,20 @@ def build_engine(
     if isinstance(objective, SentenceObjective):
         engine.preparation = SentencePreparation(mesh)
     return engine
+
+
+def _make_optimizer(
+    config: Config, data_parallel: DataParallel, learning: Mapping[str, Sharding], mesh: Mesh
+) -> Optimizer:
+    return Optimizer(
+        data_parallel.shards,
+        data_parallel.gradients,
+        learning,
+        mesh.domains,
+        config.optimizer,
+        device=mesh.device,
+        width_mult=config.model.width_mult,
+    )
 
 
 def _complete_updates(engine: Engine, config: Config, learning: Mapping[str, Sharding]) -> None:
@@ -188,12 +203,14 @@ def place_weight_gradients(
     stage: ModelStage, data_parallel: DataParallel, settings: DataParallelSettings
 ) -> WeightGradients | None:
     """Have layers add their weight gradients to the sums; the queue of those that W actions compute, if there are."""
-    if data_parallel.sum_of is not None and settings.dtype == torch.float32:
-        # In 16 bits every micro-batch's gradient is rounded once, in every stage of ZeRO alike.
-        add_in_place(stage.model, data_parallel.sum_of)
+    device, sum_of = next(stage.model.parameters()).device, data_parallel.sum_of
+    if sum_of is not None and (settings.dtype == torch.float32 or sums_unrounded(device.type, settings.dtype)):
+        # Elsewhere a micro-batch's gradient in 16 bits is rounded once, in every stage of ZeRO alike.
+        add_in_place(stage.model, sum_of)
     if not stage.stages.schedule.has_weight_gradients:
         return None
-    weight_gradients = WeightGradients(data_parallel.sums, delivered=data_parallel.weight_gradient_ready)
+    assert sum_of is not None, "ZeRO-3 has no deferred weight gradients"
+    weight_gradients = WeightGradients(sum_of, delivered=data_parallel.weight_gradient_ready)
     split_backward(stage.model, weight_gradients)
     return weight_gradients
 

@@ -1,7 +1,6 @@
 """The engine: one step of training on one rank, from micro-batches to updated parameters.
 
-It knows nothing of files, logs or config: hand it the micro-batches of a step and a learning rate, and it computes,
-reduces, clips and updates. build.py puts one together; the trainer, the tests and `verify_layout` drive it.
+It knows nothing of files, logs or config. build.py puts one together; trainer, tests and `verify_layout` drive it.
 """
 
 import math
@@ -78,13 +77,14 @@ class Engine:
         result = self.gradients(micro_batches, num_steps_done=num_steps_done, votes=votes)
         if not result.skipped:
             with marked(OPTIMIZER):
-                self.clip(self.island_norm)
+                divisor = self.clip(self.island_norm)
                 self.data_parallel.wait_for_offload()
                 self.optimizer.step(
                     learning_rate=learning_rate,
                     weight_decay=weight_decay,
                     decoupled_learning_rate=decoupled_learning_rate,
                     momentum=momentum,
+                    divisor=divisor,
                 )
                 self.qk_clip.end_step(self.stage.model, self.optimizer)
             self.balancing.end_step(result.expert_load)
@@ -95,7 +95,7 @@ class Engine:
         return result
 
     def gradients(
-        self, micro_batches: Sequence[MicroBatch], *, num_steps_done: int, votes: Votes = no_votes
+        self, micro_batches: Sequence[MicroBatch], *, num_steps_done: int, votes: Votes = no_votes, pads: bool = True
     ) -> StepResult:
         """Forward and backward: each data rank then has its part of the gradient of loss scale x loss / weight."""
         mesh, names, shapes = self.mesh, self.objective.names, self.balancing.shapes
@@ -104,21 +104,23 @@ class Engine:
         self.data_parallel.zero()
         self.qk_clip.begin()
         num_sequences = mesh.dp.size * sum(len(batch.tokens) for batch in micro_batches)
-        with self.balancing.of_step(num_sequences, seq_length=micro_batches[0].tokens.shape[1], loss_scale=scale):
+        length, factor = micro_batches[0].tokens.shape[1], scale / max(weight, 1)
+        actions, begin = self.stage.stages.actions(mesh.pp.rank, len(micro_batches)), self.data_parallel.begin_action
+        with self.balancing.of_step(num_sequences, seq_length=length, loss_scale=scale, pads=pads):
             sums = self.executor.run(
-                self.stage.stages.actions(mesh.pp.rank, len(micro_batches)),
-                local,
-                step=num_steps_done,
-                loss_scale=scale / max(weight, 1),
-                begin_action=self.data_parallel.begin_action,
-                observers=self.observers,
+                actions, local, step=num_steps_done, loss_scale=factor, begin_action=begin, observers=self.observers
             )
         self.arrivals.check(mesh.checkpoint_axis)
         if self.meets_stages:
             meet_stages(mesh)
         self.data_parallel.finish_reduction()
         norm = global_norm(self.data_parallel.counted_gradients(), mesh.domains, pp=mesh.pp, device=mesh.device)
-        totals = reduce_sums(sums, votes(), norm, weight=weight, objective=names, model=shapes, mesh=mesh)
+        numbers = votes()
+        totals = reduce_sums(sums, numbers, norm, weight=weight, objective=names, model=shapes, mesh=mesh)
+        if self.balancing.lacked_room(
+            totals.model
+        ):  # rows of experts: all is computed again, with as many as there are
+            return self.gradients(micro_batches, num_steps_done=num_steps_done, votes=lambda: numbers, pads=False)
         metrics = metrics_of(self.objective, totals.objective, weight=totals.weight)
         metrics |= self.balancing.metrics(totals.model, num_sequences=mesh.islands.size * num_sequences)
         metrics |= self.qk_clip.metrics(mesh)
@@ -129,10 +131,9 @@ class Engine:
         self.island_norm, load = totals.norm / scale, self.balancing.load(totals.model)
         return StepResult(metrics, grad_norm, totals.weight, scale, skipped, totals.votes, load)
 
-    def clip(self, grad_norm: float) -> None:
-        """Take the loss scale out of the gradient, and shorten it if it is too long."""
-        if (factor := self.rule.factor(grad_norm)) != 1.0:
-            self.data_parallel.scale(factor)
+    def clip(self, grad_norm: float) -> float:
+        """Take the loss scale out of the gradient, and shorten it if it is too long; what the optimizer divides by."""
+        return self.rule.shorten(grad_norm, self.data_parallel, self.optimizer)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Totals:

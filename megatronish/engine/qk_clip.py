@@ -8,7 +8,7 @@ share s = t / M of its logits:
 
 Biases shrink with their weights. A factor is that of a row of the whole weight, so every rank multiplies rows of the
 fp32 masters that it keeps, however the weight is cut. The largest logits of all heads are one small all-reduce over
-all ranks, islands among them.
+all ranks. Each island clips by its own, as it clips gradients by its own norm.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class QKClip:
         self, logits: LargestLogits | None = None, *, threshold: float | None = None, alpha: float = 0.5
     ) -> None:
         self.logits, self.threshold, self.alpha = logits, threshold, alpha
-        self.largest: Tensor | None = None  # of the last step, over all ranks: fp32 [layers, heads]
+        self.largest: Tensor | None = None  # of the last step, over the ranks of the island: fp32 [layers, heads]
 
     @classmethod
     def of(cls, config: Config, model: GPT, mesh: Mesh) -> "QKClip":
@@ -64,8 +64,12 @@ class QKClip:
         """The largest logit of the step, over all ranks. A collective call."""
         if self.logits is None:
             return {}
-        self.largest = comm.all_reduce(self.logits.of_heads.clone(), mesh.world, "max")
-        return {LARGEST: max(self.largest.cpu().flatten().tolist())}
+        own, islands = self.logits.of_heads, mesh.islands
+        of_islands = torch.full((islands.size, *own.shape), -torch.inf, device=own.device)
+        of_islands[islands.rank] = own
+        comm.all_reduce(of_islands, mesh.world, "max")
+        self.largest = of_islands[islands.rank]
+        return {LARGEST: max(of_islands.cpu().flatten().tolist())}
 
     @torch.no_grad()
     def end_step(self, model: GPT, optimizer: Optimizer) -> None:

@@ -21,8 +21,10 @@ from megatronish.core.errors import RunError
 from megatronish.engine.balancing import ExpertLoad
 from megatronish.objectives.objective import LOSS
 from megatronish.optim.loss_scale import LossScale, LossSpikes
+from megatronish.optim.optimizer import Optimizer
 from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import all_or_none
+from megatronish.parallel.data_parallel.data_parallel import DataParallel
 from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.sharding import Sharding
 
@@ -138,6 +140,14 @@ class UpdateRule(NamedTuple):
         if self.clip_grad > 0 and grad_norm > self.clip_grad:
             factor *= self.clip_grad / (grad_norm + 1e-6)
         return factor
+
+    def shorten(self, grad_norm: float, data_parallel: DataParallel, optimizer: Optimizer) -> float:
+        """Multiply the gradient by `factor`, or return what an optimizer that `divides` is to divide it by: else 1."""
+        factor = self.factor(grad_norm)
+        if factor == 1.0 or optimizer.divides:
+            return 1.0 / factor
+        data_parallel.scale(factor)
+        return 1.0
 
     def skips(self, grad_norm: float, *, step: int) -> bool:
         """Whether a step is left out: its gradient overflowed in fp16, or is far longer than usual."""

@@ -24,7 +24,7 @@ from megatronish.estimate.costs.layout_costs import memory_of_stages
 from megatronish.estimate.costs.memory_table import Memory, format_bytes
 from megatronish.estimate.links.facts import available_memory, free_swap
 from megatronish.launch.place import place_from_environment
-from megatronish.ops.library import load_kernels
+from megatronish.ops.library import fuses_dropout
 from megatronish.parallel.all_or_none import all_or_none, from_all
 from megatronish.parallel.mesh import Mesh
 from megatronish.specs.costs import DeviceType
@@ -152,7 +152,7 @@ def _claims(config: Config, everyone: Sequence[RankRoom], expected: Sequence[Mem
 
 
 def _expected(config: Config, vocab_size: int, device: DeviceType) -> list[Memory]:
-    return memory_of_stages(config, vocab_size=vocab_size, device=device, kernels=load_kernels() is None)
+    return memory_of_stages(config, vocab_size=vocab_size, device=device, kernels=fuses_dropout(device))
 
 
 def _remedy(config: Config, everyone: Sequence[RankRoom], vocab_size: int) -> str:

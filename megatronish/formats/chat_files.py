@@ -18,8 +18,8 @@ from megatronish.config.portable import with_copies
 from megatronish.config.sections.data import ChatConfig
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.formats.weights import Description
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.settings import read_object, stops_of_generation
-from megatronish.tokenizer.tokenizer import build_tokenizer
 
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from megatronish.formats.weights import (
     LazyTensor,
     Model,
     TensorRule,
+    Training,
     from_ours,
     is_bias,
     to_ours,
@@ -40,18 +42,31 @@ from megatronish.formats.weights import (
 
 
 class Format(NamedTuple):
-    """Format of models: its reader, rules of names and writer; `reads` and `writes` map their options to flags."""
+    """Format of models: its reader, rules of names and writer; `reads` and `writes` map their options to flags.
+
+    `read_training` reads what a run needs beyond weights, where a folder has it; `keeps_training`: `write` takes it.
+    """
 
     read: Callable[..., Model]
     rules: Callable[[Description], list[TensorRule]]
     write: Callable[..., None]
     reads: Mapping[str, str] = {}
     writes: Mapping[str, str] = {}
+    read_training: Callable[..., Training | None] = lambda _load, _description, **_reading: None
+    keeps_training: bool = False
 
 
+OURS = "megatronish"
 FORMATS = {
     "hf": Format(hf.read, hf.rules, hf.write, writes={"max_shard_bytes": "--max-shard-bytes"}),
-    "megatronish": Format(native.read, native.rules, native.write, reads={"step": "--ckpt-step"}),
+    OURS: Format(
+        native.read,
+        native.rules,
+        native.write,
+        reads={"step": "--ckpt-step"},
+        read_training=native.read_training,
+        keeps_training=True,
+    ),
     "megatron": Format(
         megatron.read,
         megatron.rules,
@@ -64,15 +79,24 @@ FORMATS = {
             "expert_tensor_parallel_size": "--target-expert-tensor-parallel-size",
             "transformer_impl": "--transformer-impl",
         },
+        read_training=megatron.read_training,
     ),
     "megatron-dist": Format(
         megatron.read,
         megatron.rules,
         torch_dist.write,
         reads={"vocab_size": "--vocab-size"},
-        writes={"transformer_impl": "--transformer-impl"},
+        writes={
+            "expert_parallel_size": "--target-expert-parallel-size",
+            "transformer_impl": "--transformer-impl",
+        },
+        read_training=megatron.read_training,
+        keeps_training=True,
     ),
 }
+
+
+BEGINNING = "weights alone were taken: the optimizer's state and the order of the data start from the beginning"
 
 
 @dataclass(frozen=True)
@@ -88,6 +112,10 @@ class Report:
     unmatched_out: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Tensors of the source that are no weights, each with the reason."""
+    training: Training | None = None
+    """What was kept beyond weights."""
+    allowed: Allowed = False
+    """What could be left out for lack of a counterpart."""
 
     def __str__(self) -> str:
         lines = [
@@ -100,6 +128,11 @@ class Report:
             lines.append(f"left out on purpose: {first}{more}, {reason}")
         lines += [f"left out, without a counterpart of ours: {name}" for name in self.unmatched_in]
         lines += [f"left out, without a counterpart in the target: {name}" for name in self.unmatched_out]
+        names = (*self.unmatched_in, *self.unmatched_out, *self.left_out)
+        patterns = () if isinstance(self.allowed, bool) else self.allowed
+        idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        lines += [f"left out nothing, as none is called so: {pattern}" for pattern in idle]
+        lines.append(BEGINNING if self.training is None else f"kept for the run that continues: {self.training}")
         return "\n".join([*lines, *self._table()])
 
     def _table(self) -> Iterator[str]:
@@ -128,7 +161,8 @@ def convert(
 
     `dtype` is that of all tensors written; None keeps each tensor's own. `adapter` is merged into the weights.
     UserError, before anything is written, for a tensor without a counterpart (`allow_unmatched` leaves all of them out,
-    or those of these names) or of another shape than the model says.
+    or those of these names) or of another shape than the model says. The state of a training is kept where the source
+    has it whole and the target has a place for it, and the weights stay those that it is of.
     """
     start = time.perf_counter()
     _check_options(source, FORMATS[source].reads, reading or {}, verb="read")
@@ -150,12 +184,15 @@ def convert(
         for name, tensor in converted.tensors.items()
     }
     num_bytes = sum(map(nbytes_of, tensors.values()))
+    kinds = {"source": source, "target": target}
+    training = training_of(load, description, **kinds, reading=reading, dtype=dtype) if adapter is None else None
+    kept_too = {} if training is None else {"training": training}
     chat = trained_with(([] if adapter is None else [adapter]) + ([load] if source == "megatronish" else []))
     # The writer reads each tensor when its bytes are due, and the bar counts these reads.
     progress = tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None, desc="converting")
     with with_chat_files(description, chat) as described, progress as bar:
         counted = {name: _counted(tensor, bar) for name, tensor in tensors.items()}
-        FORMATS[target].write(save, Model(described, counted), **(writing or {}))
+        FORMATS[target].write(save, Model(described, counted), **(writing or {}), **kept_too)
     return Report(
         tensors_in=len(theirs),
         tensors_out=len(tensors),
@@ -164,8 +201,35 @@ def convert(
         seconds=time.perf_counter() - start,
         unmatched_in=ours.left_over,
         unmatched_out=converted.left_over,
-        left_out=description.left_out,
+        left_out=_left_out(description, training),
+        training=training,
+        allowed=allow_unmatched,
     )
+
+
+def _left_out(description: Description, training: Training | None) -> dict[str, str]:
+    """Tensors of the source that are no weights, each with the reason, without those of a training that is kept."""
+    kept = frozenset() if training is None else training.names
+    return {name: reason for name, reason in description.left_out.items() if name not in kept}
+
+
+def training_of(
+    load: Path,
+    description: Description,
+    *,
+    source: str,
+    target: str,
+    reading: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None,
+) -> Training | None:
+    """State of the training in `load` that a conversion keeps; None if it is not whole, or the target has no place.
+
+    Weights that `dtype` rounds are no longer those of the training. One of the two formats is ours: between two others
+    neither the settings of the optimizer nor the masters of rounded weights would come along.
+    """
+    is_from_or_to_ours = (source == OURS) != (target == OURS)
+    is_kept = FORMATS[target].keeps_training and dtype in (None, torch.float32) and is_from_or_to_ours
+    return FORMATS[source].read_training(load, description, **(reading or {})) if is_kept else None
 
 
 def export_adapter(load: Path, save: Path, *, step: int | None = None) -> int:

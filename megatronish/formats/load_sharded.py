@@ -34,11 +34,14 @@ from megatronish.parallel.disk import release
 from megatronish.parallel.sharding import Piece
 
 
-def open_hf(load: Path) -> Model:
-    """Model of a Hugging Face folder under our names, lazy; UserError if a tensor is missing or of another shape."""
+def open_hf(load: Path, *, allow_unmatched: "Allowed" = False) -> Model:
+    """Model of a Hugging Face folder under our names, lazy; UserError if a tensor is missing or of another shape.
+
+    `allow_unmatched` are tensors that the folder may have and the model knows nothing of.
+    """
     description, theirs = hf.read(load)
     ours = to_ours(theirs, hf.rules(description), source=load)
-    check_source(load, description, ours, allow_unmatched=False)
+    check_source(load, description, ours, allow_unmatched=allow_unmatched)
     return Model(description, ours.tensors)
 
 

@@ -1,7 +1,8 @@
 """Our own checkpoints as a format of conversions: read tensor by tensor, and written as a run writes them.
 
-A conversion writes a checkpoint of step 0 that has weights alone, in the precision of the source. Tokenizer files are
-in a folder inside the step's folder, and the config names them relative to it, so the folder can be moved.
+A conversion writes a checkpoint of step 0 that has weights alone, in the precision of the source; where the source has
+the state of a training, it writes one of its iteration, from which a run continues. Tokenizer files are in a folder
+inside the step's folder, and the config names them relative to it, so the folder can be moved.
 """
 
 import dataclasses
@@ -44,12 +45,15 @@ from megatronish.core.errors import UserError
 from megatronish.core.files import new_folder
 from megatronish.formats import tokenizer_files
 from megatronish.formats.tensor_rule import TensorRule
-from megatronish.formats.weights import Description, LazyTensor, Model
+from megatronish.formats.weights import MOMENTS, Description, LazyTensor, Model, Training, is_bias
 from megatronish.parallel.sharding import Piece
 
 PREFIX = "model."
+OPTIMIZER = "optimizer."
 LOAD = ".router.load"  # a state of routers: layers/router.py
 STEP = 0
+BEGAN_ELSEWHERE = "began_elsewhere"
+"""Key in state.json: a training of another framework, of which it is not known what data and flags it had."""
 
 
 def read(load: Path, *, step: int | None = None) -> Model:
@@ -145,14 +149,44 @@ def rules(description: Description) -> list[TensorRule]:
     return [TensorRule(name, (name,)) for name in description.shardings()]
 
 
-def write(save: Path, model: Model) -> None:
-    """Write a checkpoint of step 0 into the folder `save`, which must not exist or be empty."""
+def write(save: Path, model: Model, *, training: Training | None = None) -> None:
+    """Write a checkpoint into the folder `save`, which must not exist or be empty: of step 0, or of a `training`."""
+    step = STEP if training is None else training.iteration
     with new_folder(save, decisive=LATEST) as checkpoints:
-        partial = checkpoints / partial_name_of(STEP)
+        partial = checkpoints / partial_name_of(step)
         partial.mkdir()
         description = _with_tokenizer(partial, model.description)
-        write_tensors(partial, _one_by_one(model.tensors), over=ALONE)
-        publish(partial, step=STEP, state=_state(description))
+        tensors = _one_by_one(PREFIX, model.tensors)
+        if training is not None:
+            tensors |= _one_by_one(PREFIX, training.masters)
+            for moment, of_parameters in training.moments.items():
+                tensors |= _one_by_one(f"{OPTIMIZER}{moment}.", of_parameters)
+        write_tensors(partial, tensors, over=ALONE)
+        publish(partial, step=step, state=_state(description) | _progress(training))
+
+
+def read_training(load: Path, _description: Description, *, step: int | None = None) -> Training | None:
+    """State of the training of a run of ours; None unless it has Adam's states of all parameters, and no islands."""
+    folder = find_checkpoint(load, step=step)
+    if folder is None:
+        return None
+    state, reader = read_state(folder), CheckpointReader(folder)
+    stored = stored_tensors(reader)
+    optimizer = state["config"].get("optimizer", {})
+    if not state["has_optimizer"] or any(name.startswith((ISLAND, MOMENTUM)) for name in stored):
+        return None
+    parameters = {name for name in tensors_in(folder) if not is_bias(name)}
+    keys = {moment: {name: f"{OPTIMIZER}{moment}.{name}" for name in parameters} for moment in MOMENTS}
+    names = frozenset(key for of_names in keys.values() for key in of_names.values())
+    if optimizer.get("optimizer", "adam") != "adam" or not names <= stored.keys():
+        return None
+    moments = {
+        moment: {name: _lazy(reader, key, stored[key]) for name, key in of_names.items()}
+        for moment, of_names in keys.items()
+    }
+    steps, samples = state["optimizer_steps"], state["consumed_samples"]
+    scale = state.get("loss_scale", {})
+    return Training(moments, {}, names, steps, state["step"], samples, optimizer, scale)
 
 
 def _with_tokenizer(partial: Path, description: Description) -> Description:
@@ -179,16 +213,24 @@ def _state(description: Description) -> dict[str, Any]:
         "vocab_size": description.vocab_size,
         "data": None,
         "eod": description.eod,
-        "consumed_samples": 0,
-        "optimizer_steps": 0,
-        "has_optimizer": False,
-        "weights_only": True,
         "origin": dict(description.origin),
     }
 
 
-def _one_by_one(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+def _progress(training: Training | None) -> dict[str, Any]:
+    """The part of state.json that says how far the run has come, which none of ours has begun."""
     return {
-        PREFIX + name: UnreadTensor(tensor.shape, tensor.dtype, tensor.read, tensor.part)
+        "consumed_samples": 0 if training is None else training.consumed_samples,
+        "optimizer_steps": 0 if training is None else training.num_updates,
+        "loss_scale": {} if training is None else dict(training.loss_scale),
+        "has_optimizer": training is not None,
+        "weights_only": training is None,
+        BEGAN_ELSEWHERE: training is not None,
+    }
+
+
+def _one_by_one(prefix: str, tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    return {
+        prefix + name: UnreadTensor(tensor.shape, tensor.dtype, tensor.read, tensor.part)
         for name, tensor in tensors.items()
     }

@@ -1,7 +1,7 @@
 """Reader of the model that a run starts from: a Hugging Face folder, or a checkpoint. Needs no torch."""
 
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from megatronish.checkpoint.checksums import DamagedError
 from megatronish.checkpoint.folder import find_checkpoint, read_state
@@ -12,6 +12,9 @@ from megatronish.core.errors import UserError
 from megatronish.core.remote import Location, location
 from megatronish.formats.hf.config import read_hf_config
 from megatronish.formats.hf.family import CONFIG
+
+FormatName = Literal["hf", "megatronish", "megatron", "megatron-dist"]
+"""Formats of weights that are read; megatron-dist is the torch_dist of Megatron-LM."""
 
 _MEGATRON = ("latest_checkpointed_iteration.txt", "common.pt")
 """Files of Megatron-LM's folders, as formats/megatron/ names them, which needs torch."""

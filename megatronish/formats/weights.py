@@ -30,6 +30,8 @@ from megatronish.parallel.pipeline.stage import build_stage
 from megatronish.parallel.sharding import Sharding
 from megatronish.parallel.stages import Stages
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's states of a parameter, as torch calls them."""
 OF_TWO_MODELS = "its config and its weights are of two models, fetch both again"
 
 
@@ -127,6 +129,31 @@ class Model(NamedTuple):
 
     description: Description
     tensors: dict[str, LazyTensor]
+
+
+@dataclass(frozen=True)
+class Training:
+    """State of the training of a model, whole, under our names: what a run needs beyond weights.
+
+    `moments` has Adam's, a table of tensors for each of its states. `masters` are the weights in fp32, where those of
+    the model are rounded, and empty where they are not. `names` are the tensors of the source that all this is read
+    from, `num_updates` the number of Adam's steps. `optimizer` has the section of the config of a run of ours,
+    `loss_scale` the state of a dynamic one (fp16), under the names that it has here and in Megatron-LM.
+    """
+
+    moments: Mapping[str, Mapping[str, LazyTensor]]
+    masters: Mapping[str, LazyTensor]
+    names: frozenset[str]
+    num_updates: int
+    iteration: int
+    consumed_samples: int
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        kept = [*self.moments, *(["weights in fp32"] if self.masters else [])]
+        kept += [f"a loss scale of {self.loss_scale['scale']:,.6g}"] if self.loss_scale else []
+        return f"{', '.join(kept)} after {self.num_updates:,} steps, {self.consumed_samples:,} samples"
 
 
 class Translated(NamedTuple):

@@ -47,8 +47,8 @@ from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.stage import build_stage
 from megatronish.parallel.sharding import Shard
 from megatronish.parallel.stages import Stages
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.names import TEKKEN, TIKTOKEN, TokenizerType, tokenizer_in, tokenizer_of_files
-from megatronish.tokenizer.tokenizer import build_tokenizer
 from megatronish.train.checkpoint_state import base_tensors_of, tensors_of
 
 FOREIGN = (LATEST, INDEX)

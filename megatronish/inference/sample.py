@@ -9,7 +9,8 @@ from megatronish.config.config import Config
 from megatronish.core.remote import RemotePath, location
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import load_model
-from megatronish.tokenizer.tokenizer import build_tokenizer, encode_prompt
+from megatronish.tokenizer.build import build_tokenizer
+from megatronish.tokenizer.tokenizer import encode_prompt
 from megatronish.train.checkpoint_state import read_run
 
 

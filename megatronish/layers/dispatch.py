@@ -6,7 +6,10 @@ of each local expert together. The way back undoes both sorts. Sorting, copying 
 forward and backward: no atomic additions, so the same layout gives the same bits. Rows are gathered by `index_select`,
 which copies whole rows: on a CPU four times as fast as indexing by a tensor.
 
-Counts are sent first, and the host reads both split sizes at once: the one synchronisation of a layer.
+Counts are sent first, and the host reads both split sizes at once: the one synchronisation of a layer. There is none
+where ep has one rank, and none where each rank sends each other one a fixed number of rows (`room`): counts then stay
+on the device. Rows that are no choice's lie behind the others, of any values: no group of a product has them, and no
+token takes them. Choices that find no room are counted, and the step is computed again (engine/engine.py).
 
 With a capacity at most C = ceil(factor K S / E) tokens of each *sequence* go to an expert, the first ones. A limit per
 rank or per micro-batch, as other frameworks have it, is another model in every layout. This limit is a property of the
@@ -14,13 +17,16 @@ sequence: a choice is kept if fewer than C earlier choices of its sequence fell 
 parts of a sequence exchange their counts, [blocks, B, E] integers, and count on from the blocks before theirs.
 """
 
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatronish.core.layout import choices_of_an_expert
 from megatronish.ops.grouped_mm import Groups
+from megatronish.ops.permutation import collect, is_fused, spread
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis
 
@@ -28,60 +34,129 @@ from megatronish.parallel.mesh import Axis
 class RouteSizes(NamedTuple):
     """Numbers of rows that are sent: `sent` and `received` by rank of ep.
 
-    `arriving` int64 [ep, E / ep] are those from each rank for each local expert, `of_experts` all of each local expert.
-    A recomputation keeps them, so that nothing is exchanged again.
+    `arriving` int64 [ep, E / ep] are those from each rank for each local expert, `groups` all of each local expert. A
+    recomputation keeps them, so that nothing is exchanged or read again.
     """
 
     arriving: Tensor
     sent: list[int]
     received: list[int]
-    of_experts: tuple[int, ...]
+    groups: Groups
 
 
 class TokenRoute(NamedTuple):
-    """Route of N rows to the experts and back, N = T K or fewer where choices are dropped. N' rows arrive on this rank.
+    """Route of N rows to the experts and back. N' rows arrive on this rank.
 
-    `order` [T K] lists the choices (token t's k-th is t K + k) sorted by expert, dropped ones last; `inverse` [T K] is
-    its inverse.
+    `order` [N] has the choice of each row (token t's k-th is t K + k): sorted by expert, dropped ones last or left out.
+    `inverse` [T K] has the row of each choice, N or more where it has none, as some may if it `lacks` rows.
     `local_order` [N'] sorts what arrives by local expert, `local_inverse` [N'] is its inverse; both None where ep has
-    one rank. `groups` are the rows of each local expert.
+    one rank. `groups` are the rows of each local expert. `lost` are the choices that found no room.
     """
 
     num_choices: int
     order: Tensor
     inverse: Tensor
+    lacks: bool
     local_order: Tensor | None
     local_inverse: Tensor | None
     sizes: RouteSizes
     groups: Groups
+    lost: Tensor | None = None
 
 
-def make_route(choices: Tensor, *, num_experts: int, ep: Axis, sizes: RouteSizes | None = None) -> TokenRoute:
+class _SentRows(NamedTuple):
+    """Rows of choices as they are sent, and how many for each expert: see `TokenRoute`."""
+
+    order: Tensor
+    inverse: Tensor
+    counts: Tensor
+    lost: Tensor | None = None
+
+
+def make_route(
+    choices: Tensor,
+    *,
+    num_experts: int,
+    ep: Axis,
+    drops: bool = True,
+    room: int | None = None,
+    sizes: RouteSizes | None = None,
+) -> TokenRoute:
     """Route of the choices [T, K] of this rank's tokens; every rank of ep calls it at the same time.
 
-    A choice of `num_experts` is dropped: it goes nowhere. `sizes` are those of an earlier route of the same choices.
+    A choice of `num_experts` is dropped, if it `drops` any: it goes nowhere. With `room` each rank sends each other one
+    so many rows. `sizes` are those of an earlier route of the same choices.
     """
     # 1. Rows by expert. A stable sort, so that the order of equal experts is that of the tokens: the same on every run.
     # Choices of `num_experts`, dropped, come last.
-    flat = choices.reshape(-1)
+    flat, num_choices, lost = choices.reshape(-1), choices.shape[1], None
     # int16 sorts three times as fast as int64.
     experts, order = flat.to(torch.int16 if num_experts <= 2**15 else torch.int32).sort(stable=True)
     inverse = _inverse(order)
-    if sizes is None:
-        # Where the rows of each expert end. On a GPU, bincount would make the host wait for the largest number.
-        numbers = torch.arange(num_experts, dtype=experts.dtype, device=flat.device)
-        ends = torch.searchsorted(experts, numbers, right=True)
-        sizes = _exchange_counts(ends.diff(prepend=ends.new_zeros(1)), ep)
-    local_order = local_inverse = None
+    if ep.size == 1:
+        if drops:
+            inverse.masked_fill_(flat == num_experts, len(order))
+        sizes = sizes or _sizes_here(_counts(experts, num_experts), len(order))
+        return TokenRoute(num_choices, order, inverse, drops, None, None, sizes, sizes.groups)
+    if room is not None:
+        counts = _counts(experts, num_experts)
+        order, inverse, counts, lost = _in_rooms(_SentRows(order, inverse, counts), flat, ep, room)
+        sizes = sizes or _sizes_of_rooms(counts, ep, room)
+    elif sizes is None:
+        sizes = _exchange_counts(_counts(experts, num_experts), ep)
     # 2. What arrives is sorted by source, then by local expert. `arriving` says how many rows each pair has, so the
     # expert of each row is known without sending it.
-    if ep.size > 1:
-        local = torch.arange(num_experts // ep.size, device=flat.device, dtype=torch.int16).repeat(ep.size)
-        expert_of_row = local.repeat_interleave(sizes.arriving.reshape(-1), output_size=sum(sizes.received))
-        local_order = expert_of_row.argsort(stable=True)
-        local_inverse = _inverse(local_order)
-    groups = Groups.of(sizes.of_experts, flat.device)
-    return TokenRoute(choices.shape[1], order, inverse, local_order, local_inverse, sizes, groups)
+    local_order = _arriving_experts(sizes, room).argsort(stable=True)
+    order = order[: sum(sizes.sent)]
+    lacks = room is not None or len(order) < len(flat)
+    local = local_order, _inverse(local_order)
+    return TokenRoute(num_choices, order, inverse, lacks, *local, sizes, sizes.groups, lost)
+
+
+def _counts(experts: Tensor, num_experts: int) -> Tensor:
+    """[T K], sorted -> int64 [E], rows for each expert. On a GPU, bincount would have the host wait for the largest."""
+    numbers = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
+    ends = torch.searchsorted(experts, numbers, right=True)
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def _in_rooms(rows: _SentRows, choices: Tensor, ep: Axis, room: int) -> _SentRows:
+    """Rows sorted by expert, of `choices` [T K], cut by rank of ep and padded or shortened to `room` for each."""
+    # int64 [ep, E / ep]: where the rows of each expert end among those of its rank, as far as there is room for them.
+    ends = rows.counts.view(ep.size, -1).cumsum(1)
+    fitting, number = ends.clamp(max=room), ends[:, -1]
+    starts = number.cumsum(0) - number
+    lost = (number - fitting[:, -1]).sum()
+    # Padding is any choice: what it sends is of no group there.
+    rooms = torch.arange(ep.size * room, device=ends.device).view(ep.size, room)
+    shifts = rooms[:, 0] - starts  # from a row's place to that in the room
+    order = rows.order[(rooms - shifts[:, None]).clamp_(max=len(rows.order) - 1).flatten()]
+    # A dropped choice is of a rank that is not there, and of no room.
+    rank, nowhere = choices // ends.shape[1], ep.size * room
+    row = rows.inverse + F.pad(shifts, (0, 1), value=nowhere + room).index_select(0, rank)
+    inverse = row.masked_fill_(row >= (rank + 1) * room, nowhere)
+    return _SentRows(order, inverse, fitting.diff(dim=1, prepend=fitting.new_zeros(ep.size, 1)).flatten(), lost)
+
+
+def _arriving_experts(sizes: RouteSizes, room: int | None) -> Tensor:
+    """[N'], the local expert of each row that arrives; E / ep of padding."""
+    ep, num_local = sizes.arriving.shape
+    if room is None:
+        local = torch.arange(num_local, device=sizes.arriving.device, dtype=torch.int16).repeat(ep)
+        return local.repeat_interleave(sizes.arriving.reshape(-1), output_size=sum(sizes.received))
+    places = torch.arange(room, device=sizes.arriving.device).expand(ep, -1).contiguous()
+    return torch.searchsorted(sizes.arriving.cumsum(1), places, right=True, out_int32=True).flatten()
+
+
+def _sizes_here(counts: Tensor, number: int) -> RouteSizes:
+    """int64 [E], rows for each expert -> those that stay on this rank, dropped ones behind the others."""
+    return RouteSizes(counts.view(1, -1), [number], [number], Groups(_ends(counts)))
+
+
+def _sizes_of_rooms(counts: Tensor, ep: Axis, room: int) -> RouteSizes:
+    """int64 [E], rows for each expert -> what each rank of ep sends to each expert of this one, in equal rooms."""
+    arriving = comm.all_to_all(counts, ep).view(ep.size, -1)
+    return RouteSizes(arriving, [room] * ep.size, [room] * ep.size, Groups(_ends(arriving.sum(0))))
 
 
 def _exchange_counts(counts: Tensor, ep: Axis) -> RouteSizes:
@@ -89,13 +164,24 @@ def _exchange_counts(counts: Tensor, ep: Axis) -> RouteSizes:
     arriving = comm.all_to_all(counts, ep).view(ep.size, -1)
     leaving, coming = torch.stack([counts.view(ep.size, -1), arriving]).tolist()  # the host waits here, once
     sent, received = ([sum(of_rank) for of_rank in of_ranks] for of_ranks in (leaving, coming))
-    return RouteSizes(arriving, sent, received, tuple(sum(of_expert) for of_expert in zip(*coming, strict=True)))
+    of_experts = tuple(sum(of_expert) for of_expert in zip(*coming, strict=True))
+    return RouteSizes(arriving, sent, received, Groups.of(of_experts, counts.device))
 
 
-def dispatch(x: Tensor, route: TokenRoute, *, ep: Axis) -> Tensor:
-    """[T, D] -> [N', D]: a row for each choice, on the rank of the chosen expert, sorted by local expert."""
-    rows = _TakeTokens.apply(x, route.order, route.inverse, route.num_choices, sum(route.sizes.sent))
-    rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.sent, received=route.sizes.received)
+def _ends(counts: Tensor) -> Tensor:
+    """[E] -> int32 [E], running sums."""
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def dispatch(x: Tensor, route: TokenRoute, *, ep: Axis, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    """[T, D] -> [N', D]: a row for each choice, on the rank of the chosen expert, sorted by local expert.
+
+    `meanwhile` is called while the rows are on their way, where they go to other ranks.
+    """
+    places = (route.order, route.inverse, route.num_choices)
+    rows = spread(x, *places) if is_fused(x) else _TakeTokens.apply(x, *places, route.lacks)
+    sizes = route.sizes
+    rows = comm.all_to_all_rows(rows, ep, sent=sizes.sent, received=sizes.received, meanwhile=meanwhile)
     if route.local_order is None:
         return rows
     return _Permute.apply(rows, route.local_order, route.local_inverse)
@@ -107,10 +193,9 @@ def combine(rows: Tensor, weights: Tensor, route: TokenRoute, *, ep: Axis) -> Te
     if route.local_order is not None:
         rows = _Permute.apply(rows, route.local_inverse, route.local_order)
     rows = comm.all_to_all_rows(rows, ep, sent=route.sizes.received, received=route.sizes.sent)
-    # Dropped choices were never sent: they come last in `order`, and add zeros to their token.
-    if num_dropped := weights.numel() - rows.shape[0]:
-        rows = torch.cat([rows, rows.new_zeros(num_dropped, rows.shape[1])])
-    return _WeightedSum.apply(rows, weights, route.order, route.inverse)
+    if is_fused(rows):
+        return collect(rows, weights, route.order, route.inverse)
+    return _WeightedSum.apply(rows, weights, route.order, route.inverse, route.lacks)
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -119,22 +204,30 @@ def _inverse(order: Tensor) -> Tensor:
     return inverse
 
 
+def _rows_of_choices(rows: Tensor, inverse: Tensor, lacks: bool) -> Tensor:
+    """[N, ...], [T K] -> [T K, ...], a new tensor: the row of each choice, zeros where it has none."""
+    if not lacks:
+        return rows.index_select(0, inverse)
+    if len(rows) == 0:
+        return rows.new_zeros(len(inverse), *rows.shape[1:])
+    gathered = rows.index_select(0, inverse.clamp(max=len(rows) - 1))
+    # A product by zero would not do: of a row that is no choice's any value may be there.
+    return gathered.masked_fill_((inverse >= len(rows)).view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
 class _TakeTokens(torch.autograd.Function):
     """[T, D] -> [N, D], the token of each choice; backward gathers and adds K rows a token, in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, num_choices: int, num_rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, num_choices: int, lacks: bool) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.num_choices = num_choices
-        return x.index_select(0, order[:num_rows] // num_choices)
+        ctx.num_choices, ctx.lacks = num_choices, lacks
+        return x.index_select(0, order // num_choices)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (inverse,) = ctx.saved_tensors
-        dy = grads[0]
-        if num_dropped := inverse.numel() - dy.shape[0]:
-            dy = torch.cat([dy, dy.new_zeros(num_dropped, dy.shape[1])])
-        dy, tokens = dy.index_select(0, inverse), inverse.numel() // ctx.num_choices
+        dy, tokens = _rows_of_choices(grads[0], inverse, ctx.lacks), inverse.numel() // ctx.num_choices
         return dy.view(tokens, ctx.num_choices, dy.shape[-1]).sum(1), None, None, None, None
 
 
@@ -153,15 +246,16 @@ class _Permute(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """[T K, D] rows sorted by expert, [T, K] -> [T, D]: the weighted rows of each token, in the order it chose.
+    """[N, D] rows sorted by expert, [T, K] -> [T, D]: the weighted rows of each token, in the order it chose.
 
     The gathered rows are weighted in place, and the backward gathers from dy [T, D] straight into the sorted order.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, lacks: bool) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse)
-        y = rows.index_select(0, inverse).view(*weights.shape, rows.shape[-1])
+        ctx.lacks = lacks
+        y = _rows_of_choices(rows, inverse, lacks).view(*weights.shape, rows.shape[-1])
         return y.mul_(weights.unsqueeze(-1).to(rows.dtype)).sum(1)
 
     @staticmethod
@@ -169,13 +263,14 @@ class _WeightedSum(torch.autograd.Function):
         rows, weights, order, inverse = ctx.saved_tensors
         # Row i of the sorted order is choice order[i], of token order[i] // K: its gradient is that token's dy, times
         # its weight below.
-        drows = grads[0].index_select(0, order // weights.shape[1])  # [T K, D]
+        drows = grads[0].index_select(0, order // weights.shape[1])  # [N, D]
         dweights = None
         if ctx.needs_input_grad[1]:
             # Before the weights are multiplied in, as drows is still dy here: d weight = row . dy.
-            dweights = (rows * drows).sum(-1, dtype=weights.dtype).index_select(0, inverse).view_as(weights)
+            dweights = (rows * drows).sum(-1, dtype=weights.dtype)
+            dweights = _rows_of_choices(dweights, inverse, ctx.lacks).view_as(weights)
         drows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1).to(drows.dtype))
-        return drows, dweights, None, None
+        return drows, dweights, None, None, None
 
 
 class Capacity(NamedTuple):
@@ -188,7 +283,8 @@ class Capacity(NamedTuple):
     @classmethod
     def of(cls, factor: float, *, num_chosen: int, num_experts: int, seq_length: int, cp: Axis, tp: Axis) -> "Capacity":
         """Capacity of a sequence of `seq_length` tokens."""
-        return cls(math.ceil(factor * num_chosen * seq_length / num_experts), cp, tp)
+        sizes = {"num_chosen": num_chosen, "num_experts": num_experts, "seq_length": seq_length}
+        return cls(choices_of_an_expert(factor, **sizes), cp, tp)
 
 
 def kept_choices(choices: Tensor, positions: Tensor, capacity: Capacity, *, num_experts: int) -> Tensor:

@@ -18,6 +18,7 @@ from megatronish.layers.dispatch import TokenRoute, combine, dispatch
 from megatronish.layers.linear import ALONE, LinearLayer, linear
 from megatronish.layers.product import Product
 from megatronish.layers.recompute import recompute, restoring
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.ops.grouped_mm import (
     Groups,
     add_grouped_bias,
@@ -30,6 +31,7 @@ from megatronish.ops.grouped_mm import (
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import ExpertParallel
 from megatronish.parallel.sharding import Cut, Init, Sharding
+from megatronish.specs.chunk_sizes import LARGE_MATRIX
 
 DOMAIN = "experts"
 
@@ -56,9 +58,10 @@ class GroupedProduct(Product):
         """[N, out], [N, in] -> [E, ..., out, in]."""
         return grouped_weight_gradient(dy, x, self.groups).view(self.shape)
 
-    def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
+    def add_weight_gradient(self, to: GradientSum, dy: Tensor, x: Tensor) -> None:
         """Add the gradient of every expert to the fp32 sum [E, ..., out, in]."""
-        add_grouped_weight_gradient(_matrices(total), dy, x, self.groups)
+        is_large = self.shape[-2:].numel() >= LARGE_MATRIX
+        add_grouped_weight_gradient(to._replace(total=_matrices(to.total)), dy, x, self.groups, is_large=is_large)
 
 
 def _matrices(weight: Tensor) -> Tensor:
@@ -193,11 +196,20 @@ class Experts(nn.Module):
             down, parallel=parallel, cut_dim=2, init_std=output_std, sections=("down",), bias=bias
         )
 
-    def forward(self, x: Tensor, weights: Tensor | None, route: TokenRoute, *, restores: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        route: TokenRoute,
+        *,
+        restores: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
         """[T, D], [T, K] -> [T, D]: this rank's tokens through the experts that they chose.
 
         `route` is that of the tokens of all etp ranks: [etp T, K] choices. Without weights each counts as it is.
-        `restores`: the backward computes the activation again (--recompute-modules moe_act).
+        `restores`: the backward computes the activation again (--recompute-modules moe_act). `meanwhile` is called
+        while the rows are on their way to the experts.
         """
         ep, etp = self.parallel.ep, self.parallel.etp
         # Ranks of etp hold parts of the same experts: each computes its part for the tokens of all of them.
@@ -206,7 +218,7 @@ class Experts(nn.Module):
             weights = x.new_ones(len(x), route.num_choices, dtype=torch.float32)
         else:
             weights = comm.gather_whole_sequence(weights, etp, sums=True)
-        rows = dispatch(x, route, ep=ep)  # [N', D]
+        rows = dispatch(x, route, ep=ep, meanwhile=meanwhile)  # [N', D]
         features = self.gate_up(rows, route.groups)
         activated = recompute(self.activate, features) if restores else self.activate(features)
         with restoring((activated,), lambda: (self.activate(features),), really=restores):

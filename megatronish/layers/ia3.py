@@ -94,8 +94,9 @@ class GroupedIA3(nn.Module):
 
     def scaled_input(self, x: Tensor, groups: Groups) -> Tensor:
         """[N, F / etp] -> [N, F / etp], rows sorted by expert."""
-        sizes = torch.diff(groups.ends, prepend=groups.ends.new_zeros(1))
-        return x * self.down.l.repeat_interleave(sizes, dim=0, output_size=len(x))
+        rows = torch.arange(len(x), dtype=groups.ends.dtype, device=x.device)
+        expert = torch.searchsorted(groups.ends, rows, right=True)  # behind the last group: any
+        return x * self.down.l.index_select(0, expert.clamp(max=len(groups.ends) - 1))
 
     def forward(self, _x: Tensor, y: Tensor, _groups: Groups) -> Tensor:
         """The layer's output, unchanged."""

@@ -25,6 +25,11 @@ class Int8Form:
     in_features: int
 
     @property
+    def has_kernels(self) -> bool:
+        """None: a product with a scale is a single operator of torch."""
+        return False
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of all sections."""
         return 4 * sum(self.sections)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish.layers.product import DENSE, Product
+from megatronish.layers.ring_products import ScatteredProduct, gathered_product
 from megatronish.layers.weight_gradients import AddsInPlace, SumOf, WeightGradients
 from megatronish.ops.grouped_mm import Groups
 from megatronish.parallel import comm
@@ -118,10 +119,10 @@ class LinearLayer(Adaptable, AddsInPlace):
         super().__init__()
         self.product: Product = DENSE
 
-    def multiply(self, x: Tensor, bias: Tensor | None, *, tp: TensorParallel) -> Tensor:
-        """`linear` with the layer's own weight and product, and with its places for weight gradients."""
-        queue, sum_of = self.weight_gradients, self.sum_of
-        return linear(x, self.weight, bias, product=self.product, tp=tp, weight_gradients=queue, sum_of=sum_of)
+    def multiply(self, x: Tensor, bias: Tensor | None, *, tp: TensorParallel, product: Product | None = None) -> Tensor:
+        """`linear` with the layer's own weight and product, or one of this forward, and its places for gradients."""
+        queue, sum_of, product = self.weight_gradients, self.sum_of, product or self.product
+        return linear(x, self.weight, bias, product=product, tp=tp, weight_gradients=queue, sum_of=sum_of)
 
 
 class ColumnParallelLinear(LinearLayer):
@@ -213,9 +214,12 @@ class RowParallelLinear(LinearLayer):
         if self.tp.size == 1:
             return self.multiply(x, self.bias, tp=ALONE)
         # The bias after the reduction, once: in the product each rank of tp would add it to its term of the sum.
-        y = self.multiply(x, None, tp=ALONE)
-        reduce = comm.reduce_scatter_to_sequence if self.tp.cuts_sequence else comm.reduce_from
-        y = reduce(y, self.tp.axis)
+        if self.tp.by_pieces and self.tp.cuts_sequence and self.product is DENSE:
+            y = self.multiply(x, None, tp=ALONE, product=ScatteredProduct(self.tp))
+        else:
+            y = self.multiply(x, None, tp=ALONE)
+            reduce = comm.reduce_scatter_to_sequence if self.tp.cuts_sequence else comm.reduce_from
+            y = reduce(y, self.tp.axis)
         return y if self.bias is None else y + self.bias
 
 
@@ -327,6 +331,8 @@ class _Linear(torch.autograd.Function):
         # The sum of gradients is found by the Parameter itself, which under checkpointing the saved tensor is not.
         ctx.weight_gradients, ctx.sum_of = weight_gradients, sum_of
         ctx.parameter = None if weight_gradients is None and sum_of is None else weight
+        if tp.by_pieces and tp.cuts_sequence and product is DENSE:
+            return gathered_product(x, weight, bias, tp)
         # Sequence parallel: [S/tp, B, in] -> [S, B, in].
         whole = comm.start_all_gather(x, tp.sequence_axis).wait()
         return product.forward(whole, weight, bias)

@@ -13,10 +13,10 @@ from torch import Tensor
 from megatronish.ops.nf4 import (
     BLOCK,
     BLOCKS_PER_SCALE,
-    dequantise,
-    dequantise_scales,
+    HAS_KERNELS,
     quantise,
     quantise_scales,
+    unpack,
 )
 from megatronish.parallel.mesh import Axis
 
@@ -30,6 +30,11 @@ class NF4Form:
     sections: tuple[int, ...]
     in_features: int
     double: bool = True
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether codes and both levels of scales are read by one kernel."""
+        return HAS_KERNELS
 
     @property
     def blocks(self) -> int:
@@ -74,19 +79,5 @@ class NF4Form:
 
     def unpack(self, stored: Tensor, scales: Tensor | None, into: Tensor, *, first_row: int, columns: Axis) -> None:
         """Rows of one section, from `first_row` on, of the columns of this rank -> [n, in], in the dtype of `into`."""
-        blocks = stored.unflatten(-1, (-1, self.block_bytes))
-        absmax = self._absmax(blocks[..., CODES:], scales, first_row=first_row, columns=columns)
-        dequantise(blocks[..., :CODES], absmax, into)
-
-    def _absmax(self, codes: Tensor, level: Tensor | None, *, first_row: int, columns: Axis) -> Tensor:
-        """Bytes [n, width, 1 or 4] of rows from `first_row` of the section on -> fp32 [n, width].
-
-        Which scale a block has follows from its number in the global section.
-        """
-        if level is None:
-            return codes.contiguous().view(torch.float32).squeeze(-1)
-        num_rows, width = codes.shape[:2]
-        rows = torch.arange(first_row, first_row + num_rows, device=codes.device) * self.blocks
-        places = torch.arange(width, device=codes.device) + columns.rank * width
-        numbers = (rows.unsqueeze(1) + places) // BLOCKS_PER_SCALE
-        return dequantise_scales(codes.squeeze(-1), level[numbers], level[-1])
+        first_block = columns.rank * (into.shape[1] // BLOCK)
+        unpack(into, stored, scales, first_row=first_row, row_blocks=self.blocks, first_block=first_block)

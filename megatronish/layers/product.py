@@ -12,6 +12,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.parallel.sharding import Sharding
 
 
@@ -42,11 +43,13 @@ class Product(Protocol):
         """[..., out], [..., in] -> [out, in]: dy^T x. None where the product learns nothing."""
         ...
 
-    def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x to an fp32 sum [out, in]: what a deferred weight gradient needs."""
+    def add_weight_gradient(self, to: GradientSum, dy: Tensor, x: Tensor) -> None:
+        """Add dy^T x to an fp32 sum [out, in], for layers that do not hand it to autograd."""
         gradient = self.weight_gradient(dy, x)
-        if gradient is not None:
-            total.add_(gradient)
+        if gradient is None:
+            to.filled()
+        else:
+            to.add(gradient)
 
 
 class DenseProduct(Product):
@@ -64,13 +67,9 @@ class DenseProduct(Product):
         """[..., out], [..., in] -> [out, in]: dy^T x, in one product over all tokens."""
         return dy.flatten(0, -2).t() @ x.flatten(0, -2)
 
-    def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x to the sum in place; a product in half precision is rounded first, as autograd rounds it."""
-        # In one dtype, addmm_ needs neither memory for the product nor another pass over the sum.
-        if dy.dtype == total.dtype:
-            total.addmm_(dy.flatten(0, -2).t(), x.flatten(0, -2))
-        else:
-            total.add_(self.weight_gradient(dy, x))
+    def add_weight_gradient(self, to: GradientSum, dy: Tensor, x: Tensor) -> None:
+        """Add dy^T x to the sum in place; on a CPU a product in half precision is rounded first, as by autograd."""
+        to.add_product(dy.flatten(0, -2).t(), x.flatten(0, -2))
 
 
 DENSE = DenseProduct()

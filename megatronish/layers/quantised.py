@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from megatronish.layers.product import Product
 from megatronish.ops.grouped_mm import Groups
-from megatronish.ops.nf4 import CHUNK
 from megatronish.parallel.mesh import Axis
 from megatronish.parallel.sharding import ZEROS, Cut, Sharding
+from megatronish.specs.chunk_sizes import chunk_sizes
 
 
 class StoredForm(Protocol):
@@ -33,6 +33,10 @@ class StoredForm(Protocol):
     @property
     def in_features(self) -> int:
         """Elements of a row."""
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether a kernel dequantises it on a GPU."""
 
     @property
     def scale_bytes(self) -> int:
@@ -101,15 +105,21 @@ class QuantisedWeight(nn.Module):
         numbers = None if scales is None else scales.view(torch.float32)
         width = self.form.in_features // self.columns.size
         matrix = torch.empty(stored.shape[0], width, dtype=dtype, device=stored.device)
-        for piece in self.pieces():
+        for piece in self.pieces(stored.device):
             own = None if numbers is None else numbers[piece.scales]
             rows = piece.rows
             self.form.unpack(stored[rows], own, matrix[rows], first_row=piece.first_row, columns=self.columns)
         return matrix
 
-    def pieces(self) -> Iterator[MatrixPiece]:
-        """Rows of this rank's part that are dequantised together, one piece after the other: CHUNK elements or less."""
-        step, begin, first = max(1, CHUNK // (self.form.in_features // self.columns.size)), 0, 0
+    def pieces(self, device: torch.device) -> Iterator[MatrixPiece]:
+        """Rows of this rank's part that are dequantised together, one piece after the other.
+
+        Where a kernel does it, a section is one piece: it needs no memory besides the result.
+        """
+        fused = device.type == "cuda" and self.form.has_kernels
+        width = self.form.in_features // self.columns.size
+        step = self.dense.shape[-2] if fused else max(1, chunk_sizes(device.type).quantised // width)
+        begin = first = 0
         for size in self.form.sections:
             rows, level = size // self.rows.size, self.form.scales_of(size)
             for row in range(0, rows, step):
@@ -131,9 +141,6 @@ class QuantisedProduct(QuantisedWeight):
 
     def weight_gradient(self, _dy: Tensor, _x: Tensor) -> None:
         """None: the weight is frozen."""
-
-    def add_weight_gradient(self, _total: Tensor, _dy: Tensor, _x: Tensor) -> None:
-        """Leave the sum as it is: the weight is frozen."""
 
 
 class QuantisedExperts(QuantisedWeight):

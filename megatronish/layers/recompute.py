@@ -138,16 +138,33 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # 1. The inputs as the forward had them: brought back from the CPU, gathered over tp. They start a new graph.
-        inputs = [
-            saved.restore(x).detach().requires_grad_()
-            for saved, x in zip(ctx.saved_inputs, ctx.saved_tensors, strict=True)
-        ]
+        gradients: dict[int, Tensor] = {}
+        restored = [saved.restore(x) for saved, x in zip(ctx.saved_inputs, ctx.saved_tensors, strict=True)]
         # 2. The forward again, this time with a graph.
         with torch.enable_grad():
+            inputs = [_Input.apply(x.detach().requires_grad_(), gradients, i) for i, x in enumerate(restored)]
             y = ctx.run(*inputs)
         # 3. Backward through it: parameters, and queues of deferred weight gradients, receive their terms.
         torch.autograd.backward(y, grads[0])
-        return None, None, *(x.grad for x in inputs)
+        return None, None, *(gradients.get(i) for i in range(len(inputs)))
+
+
+class _Input(torch.autograd.Function):
+    """Identity whose backward puts the gradient into `gradients`, as it is.
+
+    A leaf's `grad` would be a copy with the strides of the leaf, and what sums a copy may sum in another order: then
+    the backward before this one would not be, in every bit, that of a forward that is not computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: dict[int, Tensor], number: int) -> Tensor:
+        ctx.gradients, ctx.number = gradients, number
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.gradients[ctx.number] = grads[0]
+        return None, None, None
 
 
 class _SavedInput(NamedTuple):

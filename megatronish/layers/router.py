@@ -67,6 +67,7 @@ class Balance(NamedTuple):
     """Factors of the balancing losses in a step: of each sequence's loss, and of each token's z-loss.
 
     `gradient` is the loss scale over the number of sequences of the step: the gradient of a loss per sequence.
+    `pads` says that rows may be sent as a `RowRoom` has it: not in a step that is computed again for lack of room.
     """
 
     gradient: float
@@ -74,6 +75,7 @@ class Balance(NamedTuple):
     sequence_coefficient: float = 0.0
     global_coefficient: float = 0.0
     z_coefficient: float = 0.0
+    pads: bool = True
 
 
 class Routing(NamedTuple):

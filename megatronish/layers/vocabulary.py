@@ -141,7 +141,7 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (tokens,) = ctx.saved_tensors
-        total = ctx.sum_of(ctx.parameter)
+        total = ctx.sum_of(ctx.parameter).filled()
         total.index_add_(0, tokens.flatten(), grads[0].flatten(0, -2).to(total.dtype))
         return None, None, None
 

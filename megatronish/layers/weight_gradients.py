@@ -14,18 +14,20 @@ Until then the queue holds dy and x of every linear layer: about as much memory 
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatronish.layers.product import Product
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis
 
-SumOf = Callable[[nn.Parameter], Tensor]
-"""Where the gradient of a parameter adds up over the micro-batches of a step, fp32: it gives the memory for it, too."""
+SumOf = Callable[[nn.Parameter], GradientSum]
+"""Where the gradient of a parameter adds up over the micro-batches of a step. It gives the memory for it, too, and who
+asks adds to it."""
 
 
 class AddsInPlace(nn.Module):
@@ -58,14 +60,12 @@ def _ignore(_weight: nn.Parameter) -> None:
 class WeightGradients:
     """Deferred weight gradients of one rank, by chunk and micro-batch.
 
-    They are added to `sums`, fp32 for weights of any precision. `delivered` is called with each weight to which a W
-    action has added all that it adds.
+    They are added to `sum_of` each weight, fp32 for weights of any precision. `delivered` is called with each weight to
+    which a W action has added all that it adds.
     """
 
-    def __init__(
-        self, sums: Mapping[nn.Parameter, Tensor], *, delivered: Callable[[nn.Parameter], None] = _ignore
-    ) -> None:
-        self._sums, self._delivered = sums, delivered
+    def __init__(self, sum_of: SumOf, *, delivered: Callable[[nn.Parameter], None] = _ignore) -> None:
+        self._sum_of, self._delivered = sum_of, delivered
         self._pending: dict[tuple[int, int], deque[DeferredProduct]] = {}
         self._filling: tuple[int, int] | None = None
 
@@ -97,7 +97,7 @@ class WeightGradients:
             weight, dy, _, _, product = pending.popleft()
             x = gathering.wait()  # [S, B, in]
             gathering = comm.start_all_gather(pending[0].x, pending[0].axis) if pending else None
-            product.add_weight_gradient(self._sums[weight], dy, x)
+            product.add_weight_gradient(self._sum_of(weight), dy, x)
             uses[weight] -= 1
             if not uses[weight]:
                 self._delivered(weight)

@@ -131,7 +131,7 @@ class Attention(nn.Module):
             sum(spec.sections.values()),
             tp=tp,
             bias=spec.qkv_bias,
-            init_std=config.init_method_std,
+            init_std=config.hidden_std,
             sections=spec.sections,
         )
         self.key_value_heads = KeyValueHeads(spec.num_kv_heads, spec.head_size, tp=tp.axis)

@@ -3,7 +3,6 @@
 A new kind of attention is a line in `ATTENTIONS`, a new kind of layer one in `BLOCKS`.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -62,8 +61,7 @@ class TransformerBlock(HasParts):
         self.config, self.layer, self.placement = config, layer, config.placement
         spec = layer_specs(config)[layer]
         placement = self.placement
-        # Residual outputs start smaller, so that their sum over the depth does not grow (Radford et al. 2019).
-        output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
+        output_std = config.output_std
         make_norm = partial(residual_norm, config, tp=tp)
         self.attention_norm = make_norm() if placement != "output" else None
         self.attention = make_attention(config, spec.attention, layer=layer, tp=tp, core=core, output_std=output_std)
@@ -159,7 +157,7 @@ class PredictionBlock(TransformerBlock):
 
     def __init__(self, config: ModelConfig, *, layer: int, tp: TensorParallel, core: CoreAttention) -> None:
         super().__init__(config, layer=layer, tp=tp, core=core)
-        hidden, std = config.hidden_size, config.init_method_std
+        hidden, std = config.hidden_size, config.hidden_std
         self.projection = WholeLinear(
             2 * hidden, hidden, tp=tp, init_std=std, bias=False, role="matrix", section="projection"
         )

@@ -12,7 +12,6 @@ import subprocess
 import sysconfig
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +31,7 @@ from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.latent_attention import LatentAttention
 from megatronish.ops.compiled import compile_function
 from megatronish.ops.library import accumulation_dtype
+from megatronish.ops.triton_host import why_triton_cannot_compile
 
 MAX_GRAPHS = 64
 """Graphs of one function: kinds of layers, each with and without gradients and the first or a later one of its kind."""
@@ -42,10 +42,7 @@ MOST_SECONDS_OF_PROBE = 60.0
 
 def why_not_compiled(device_type: str) -> str | None:
     """The reason why --compile cannot compile on a device of this machine, in one sentence; None where it can."""
-    if device_type == "cuda":
-        reason = None if find_spec("triton") is not None else "triton is not installed; pip install triton"
-    else:
-        reason = _why_no_cpp(os.environ.get("CXX", "g++"))
+    reason = why_triton_cannot_compile() if device_type == "cuda" else _why_no_cpp(os.environ.get("CXX", "g++"))
     return None if reason is None else f"--compile has no effect, the layers run eagerly: {reason}"
 
 

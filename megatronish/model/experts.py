@@ -4,15 +4,19 @@ Tokens are routed where they are distinct. Under sequence parallelism every tp r
 ranks hold the same tokens, so each takes its part of them and the results are gathered. Routing is recorded in the
 context of the forward: a second forward (recomputation) replays the choices, it never chooses again, and a step's
 counts and losses are recorded once.
+
+Shared experts need no rows of other ranks: they are computed while rows are on their way to the experts, and their
+backward while the gradients of these rows are on their way back.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.layers.dispatch import Capacity, kept_choices, make_route
+from megatronish.layers.dispatch import Capacity, TokenRoute, kept_choices, make_route
 from megatronish.layers.experts import Experts
 from megatronish.layers.recompute import HasParts, recompute_module
 from megatronish.layers.router import (
@@ -79,7 +83,7 @@ class MixtureOfExperts(HasParts):
         self, config: ModelConfig, spec: ExpertsSpec, *, layer: int, tp: TensorParallel, output_std: float
     ) -> None:
         super().__init__()
-        self.spec, self.layer, self.tp, std = spec, layer, tp, config.init_method_std
+        self.spec, self.layer, self.tp, std = spec, layer, tp, config.hidden_std
         self.capacity_factor = config.moe_expert_capacity_factor
         self.jitter, self.is_forced = config.moe_input_jitter_eps, config.moe_router_force_load_balancing
         self.router = Router(config.hidden_size, router_settings(config, spec), init_std=std)
@@ -99,6 +103,9 @@ class MixtureOfExperts(HasParts):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[S, B, D] -> [S, B, D]: the chosen experts of each token, weighted, plus the shared experts."""
+        # A node of its own, in which the gradients of router, experts and shared experts meet before that of any other
+        # reader of x (a residual connection without a norm): the same order of sums as where all this is recomputed.
+        x = x.view_as(x)
         # 1. This tp rank's own tokens, [s, B, D].
         splits = not self.tp.cuts_sequence and x.shape[0] % self.tp.size == 0
         assert splits or self.tp.cuts_sequence or not torch.is_grad_enabled(), "tp must divide the sequence"
@@ -115,6 +122,8 @@ class MixtureOfExperts(HasParts):
             choices,
             num_experts=self.spec.num_experts,
             ep=parallel.ep,
+            drops=kept is not None,
+            room=self.room(len(choices), x.shape[1], context),
             sizes=None if recorded is None else recorded.sizes,
         )
         if recorded is None:
@@ -126,22 +135,39 @@ class MixtureOfExperts(HasParts):
             weights = self.balanced(routing, context.routing.tally, num_sequences=x.shape[1], is_first=recorded is None)
             if kept is not None and recorded is None:
                 context.routing.tally.add("dropped_choices", self.layer, (~kept).sum())
+            if route.lost is not None and recorded is None:
+                context.routing.tally.add("rows_without_room", self.layer, route.lost)
         if kept is not None:
             weights = weights * kept  # after normalising: what is dropped is lost, and not given to others
 
-        # 4. The experts, and the shared experts as a dense MLP beside them.
-        restores = "moe_act" in self.recomputed
-        if self.spec.weighs_input:  # of one expert a token
-            y = self.experts(tokens * weights.to(tokens.dtype), None, route, restores=restores).view_as(own)
-        else:
-            y = self.experts(tokens, weights, route, restores=restores).view_as(own)
+        # 4. The experts, and the shared experts as a dense MLP: while rows travel to other ranks, where they do.
+        shared: list[Tensor] = []
+        compute_shared = partial(self._add_shared, shared, x, context)
+        hides = self.shared is not None and parallel.ep.size > 1
+        y = self._through_experts(tokens, weights, route, compute_shared if hides else None).view_as(own)
         if splits:
             y = comm.gather_whole_sequence(y, self.tp.axis, sums=False)
         if self.shared is not None:
-            again = "shared_experts" in self.recomputed
-            shared = recompute_module(self.shared, x, context) if again else self.shared(x, context)
-            y = y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
+            if not hides:
+                compute_shared()
+            y = y + shared.pop()
         return y
+
+    def _through_experts(
+        self, tokens: Tensor, weights: Tensor, route: TokenRoute, meanwhile: Callable[[], None] | None
+    ) -> Tensor:
+        """[T, D] -> [T, D]: the chosen experts of each token, weighted."""
+        restores = "moe_act" in self.recomputed
+        if self.spec.weighs_input:  # of one expert a token
+            return self.experts(tokens * weights.to(tokens.dtype), None, route, restores=restores, meanwhile=meanwhile)
+        return self.experts(tokens, weights, route, restores=restores, meanwhile=meanwhile)
+
+    def _add_shared(self, outputs: list[Tensor], x: Tensor, context: Context) -> None:
+        """Put what the shared experts make of every token, [S, B, D], into `outputs`."""
+        assert self.shared is not None
+        again = "shared_experts" in self.recomputed
+        y = recompute_module(self.shared, x, context) if again else self.shared(x, context)
+        outputs.append(y if self.shared_gate is None else self.shared_gate(x) * y)
 
     def own_positions(self, context: Context) -> Tensor:
         """[s], the positions along the whole sequence of the tokens that this rank routes."""
@@ -169,17 +195,40 @@ class MixtureOfExperts(HasParts):
         """
         if self.capacity_factor is None or context.cache is not None:
             return None
-        positions, spec, cp = self.own_positions(context), self.spec, context.routing.cp
-        capacity = Capacity.of(
+        positions, capacity = self.own_positions(context), self.capacity(context)
+        choices = routing.choices.unflatten(0, (len(positions), -1))
+        return kept_choices(choices, positions, capacity, num_experts=self.spec.num_experts).flatten(0, 1)
+
+    def capacity(self, context: Context) -> Capacity:
+        """How many choices of a sequence an expert takes."""
+        assert self.capacity_factor is not None
+        return Capacity.of(
             self.capacity_factor,
-            num_chosen=spec.num_chosen,
-            num_experts=spec.num_experts,
+            num_chosen=self.spec.num_chosen,
+            num_experts=self.spec.num_experts,
             seq_length=context.causal_mask.seq_length,
-            cp=cp,
+            cp=context.routing.cp,
             tp=self.tp.axis,
         )
-        choices = routing.choices.unflatten(0, (len(positions), -1))
-        return kept_choices(choices, positions, capacity, num_experts=spec.num_experts).flatten(0, 1)
+
+    def room(self, num_tokens: int, num_sequences: int, context: Context) -> int | None:
+        """Rows that this rank sends each other one, of tokens that are routed together; None: as many as there are.
+
+        In training alone, whose steps tell if there was room for all.
+        """
+        tally, parallel, of_expert = context.routing.tally, self.tp.experts, None
+        if tally is None or not tally.balance.pads:
+            return None
+        if self.capacity_factor is not None:  # of each sequence at most all tokens that are here
+            limit = self.capacity(context).limit
+            of_expert = num_sequences * min(limit, num_tokens // num_sequences)
+        return parallel.room.rows(
+            num_tokens,
+            num_chosen=self.spec.num_chosen,
+            num_experts=self.spec.num_experts,
+            ep=parallel.ep.size,
+            capacity=of_expert,
+        )
 
     def balanced(self, routing: Routing, tally: Tally, *, num_sequences: int, is_first: bool) -> Tensor:
         """The weights [T, K], to which the balancing losses are attached; the first forward counts them."""

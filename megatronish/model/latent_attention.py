@@ -75,7 +75,7 @@ class LatentAttention(HasParts):
 
     def _down(self, features: int, *, section: str) -> WholeLinear:
         """The way down to a latent of a rank's own tokens."""
-        std, hidden = self.config.init_method_std, self.config.hidden_size
+        std, hidden = self.config.hidden_std, self.config.hidden_size
         return WholeLinear(hidden, features, tp=self.tp, init_std=std, bias=False, role="matrix", section=section)
 
     def _norm(self, size: int) -> Norm:
@@ -92,7 +92,7 @@ class LatentAttention(HasParts):
 
     def _up(self, latent: int, features: int, *, section: str) -> ColumnParallelLinear:
         """The way up to all heads, one head after the other."""
-        std = self.config.init_method_std
+        std = self.config.hidden_std
         return ColumnParallelLinear(
             latent, features, tp=self.tp, bias=False, init_std=std, sections={section: features}
         )

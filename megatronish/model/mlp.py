@@ -39,7 +39,7 @@ class MLP(nn.Module):
             sum(spec.sections.values()),
             tp=tp,
             bias=spec.bias,
-            init_std=config.init_method_std,
+            init_std=config.hidden_std,
             sections=spec.sections,
         )
         self.fc2 = RowParallelLinear(

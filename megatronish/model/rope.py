@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatronish.config.sections.model import ModelConfig
+from megatronish.ops.rope import rotate as rotate_pairs
 
 CPU = torch.device("cpu")
 
@@ -95,17 +96,7 @@ def rotate(x: Tensor, rotation: Rotation, *, interleaved: bool) -> Tensor:
 
     A pair is channels 2 i and 2 i + 1 where `interleaved`, else i and i + pairs.
     """
-    cos, sin = rotation
-    size = 2 * cos.shape[-1]
-    rotated = x[..., :size].float()
-    if interleaved:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = rotated.chunk(2, dim=-1)
-        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    rotated = rotated.to(x.dtype)
-    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
+    return rotate_pairs(x, *rotation, interleaved=interleaved)
 
 
 def _frequencies(config: ModelConfig) -> Tensor:

@@ -9,7 +9,6 @@ the decoder's. Places along the stream name dropout masks, and tell a layer's sc
 of decoder with encoder.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -94,7 +93,7 @@ class BiasedAttention(nn.Module):
         parts = {"q": ("q",), "kv": ("k", "v")} if spec.crosses else {"qkv": ("q", "k", "v")}
         for name, names in parts.items():
             sections = {part: spec.sections[part] for part in names}
-            size, std = sum(sections.values()), config.init_method_std
+            size, std = sum(sections.values()), config.hidden_std
             linear = ColumnParallelLinear(
                 config.hidden_size, size, tp=tp, bias=spec.qkv_bias, init_std=std, sections=sections
             )
@@ -152,7 +151,7 @@ class SideBlock(HasParts):
         self.config = config
         spec = t5_layers(config)[layer]
         self.side = int(spec.cross is not None)
-        output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
+        output_std = config.output_std
         make_attention = partial(BiasedAttention, config, layer=layer, tp=tp, core=core, output_std=output_std)
         self.attention_norm = residual_norm(config, tp=tp)
         self.attention = make_attention(spec.attention)

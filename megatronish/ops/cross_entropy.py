@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from megatronish.ops.library import Operator, OperatorFamily, accumulation_dtype, define
-
-CHUNK = 2**20  # elements whose exponentials stand beside 16-bit logits: 4 MB, which stay in a cache (docs/LOG.md)
+from megatronish.specs.chunk_sizes import chunk_sizes
 
 
 class Statistics(NamedTuple):
@@ -96,7 +95,7 @@ def _exponentials(logits: Tensor, maximum: Tensor) -> Iterator[tuple[slice, Tens
         yield slice(None), logits.sub_(maximum).exp_()
         return
     num_tokens, num_columns = logits.shape
-    size = max(1, CHUNK // num_columns)
+    size = max(1, chunk_sizes(logits.device.type).logits // num_columns)
     chunk = torch.empty(min(size, num_tokens), num_columns, dtype=maximum.dtype, device=logits.device)
     for start in range(0, num_tokens, size):
         tokens = slice(start, min(start + size, num_tokens))
@@ -117,12 +116,14 @@ FAMILY = OperatorFamily(
             " -> (Tensor maximum, Tensor total, Tensor target)",
             reference=_statistics_reference,
             fake=_statistics_fake,
+            triton="cross_entropy.statistics",
         ),
         Operator(
             "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor factor, Tensor grad,"
             " int first, int num_true) -> ()",
             reference=_gradient_reference,
             fake=lambda *_: None,
+            triton="cross_entropy.gradient_",
         ),
     ),
 )

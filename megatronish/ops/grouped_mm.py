@@ -10,23 +10,41 @@ rows computes the same. A group without rows has a zero weight gradient. Groups 
 """
 
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatronish.ops.gradient_sum import GradientSum, sums_unrounded
 
-class Groups(NamedTuple):
-    """Rows of each group: `sizes` on the host, `ends` int32 [E] (the running sums) on the device of the rows."""
 
-    sizes: tuple[int, ...]
-    ends: Tensor
+class Groups:
+    """Rows of each group: `ends` int32 [E] (the running sums) on the device of the rows, `sizes` on the host.
+
+    Rows behind the last end are of no group: no product reads them, and what it returns in their places means nothing.
+    Sizes that are not given are read from the device once they are asked for: a GPU's host waits then. torch's operator
+    does not ask.
+    """
+
+    def __init__(self, ends: Tensor, sizes: tuple[int, ...] | None = None) -> None:
+        self.ends, self._sizes = ends, sizes
 
     @classmethod
     def of(cls, sizes: tuple[int, ...], device: torch.device) -> "Groups":
         """Groups of rows that lie one after the other."""
-        return cls(sizes, torch.tensor(list(accumulate(sizes)), dtype=torch.int32).to(device, non_blocking=True))
+        return cls(torch.tensor(list(accumulate(sizes)), dtype=torch.int32).to(device, non_blocking=True), sizes)
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether the host knows the sizes, without waiting for them."""
+        return self._sizes is not None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each group."""
+        if self._sizes is None:
+            self._sizes = tuple(self.ends.diff(prepend=self.ends.new_zeros(1)).tolist())
+        return self._sizes
 
     def slices(self) -> list[tuple[int, slice]]:
         """(number of the group, its rows) of every group that has rows."""
@@ -35,7 +53,7 @@ class Groups(NamedTuple):
 
 
 def grouped_mm(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """[N, in], [E, out, in] -> [N, out]; N is the sum of the groups' sizes."""
+    """[N, in], [E, out, in] -> [N, out]."""
     if _fits(x, weight):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=groups.ends)
     y = x.new_empty(x.shape[0], weight.shape[1])
@@ -57,20 +75,44 @@ def grouped_input_gradient(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor
 def grouped_weight_gradient(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """[N, out], [N, in] -> [E, out, in]."""
     if _fits(dy, x):
-        return F.grouped_mm(dy.t(), x, offs=groups.ends)
+        dweight = F.grouped_mm(dy.t(), x, offs=groups.ends)
+        _zero_without_rows(dweight, groups)
+        return dweight
     dweight = dy.new_zeros(len(groups.sizes), dy.shape[1], x.shape[1])
     for e, rows in groups.slices():
         torch.mm(dy[rows].t(), x[rows], out=dweight[e])
     return dweight
 
 
-def add_grouped_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, groups: Groups) -> None:
-    """Add dy_e^T x_e to an fp32 sum [E, out, in] in place, group by group: no [E, out, in] in between in fp32."""
-    if dy.dtype != total.dtype:
-        total.add_(grouped_weight_gradient(dy, x, groups))
+def _zero_without_rows(dweight: Tensor, groups: Groups) -> None:
+    """Zeros for groups without rows, where torch leaves what was in memory on sm_100 (pytorch issue 172439)."""
+    if groups.has_sizes:
+        for e, size in enumerate(groups.sizes):
+            if not size:
+                dweight[e].zero_()
+    elif dweight.is_cuda and torch.cuda.get_device_capability(dweight.device) >= (10, 0):  # without asking for sizes
+        is_empty = groups.ends.diff(prepend=groups.ends.new_zeros(1)) == 0
+        dweight.masked_fill_(is_empty[:, None, None], 0)
+
+
+def add_grouped_weight_gradient(
+    to: GradientSum, dy: Tensor, x: Tensor, groups: Groups, *, is_large: bool = False
+) -> None:
+    """Add dy_e^T x_e to an fp32 sum [E, out, in] in place, group by group: no [E, out, in] in between in fp32.
+
+    No grouped product of 16-bit rows has a result in fp32 (torch 2.13), so theirs is rounded and then added. Only of
+    matrices that are large, where sizes are known, GEMMs of a GPU add to the sum, one for each group.
+    """
+    by_group = is_large and groups.has_sizes and sums_unrounded(dy.device.type, dy.dtype)
+    if dy.dtype != to.total.dtype and not by_group:
+        to.add(grouped_weight_gradient(dy, x, groups))
         return
+    if to.is_new:
+        for e, size in enumerate(groups.sizes):
+            if not size:
+                to.total[e].zero_()
     for e, rows in groups.slices():
-        total[e].addmm_(dy[rows].t(), x[rows])
+        to._replace(total=to.total[e]).add_product(dy[rows].t(), x[rows])
 
 
 def add_grouped_bias(y: Tensor, bias: Tensor, groups: Groups) -> None:

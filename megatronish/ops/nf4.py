@@ -13,15 +13,17 @@ it rounds to 16 bits before, and one code in 600 is the neighbour.
 """
 
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatronish.ops.library import Operator, OperatorFamily, define, has_kernels
+from megatronish.specs.chunk_sizes import chunk_sizes
+
 BLOCK = 64
 BLOCKS_PER_SCALE = 256
-CHUNK = 1 << 20  # elements at once: temporary memory stays small beside a matrix
 
 NF4 = torch.tensor(
     [
@@ -51,6 +53,7 @@ DYNAMIC = _dynamic_values()
 """Values of the 8-bit codes of absmax."""
 
 _TABLES = {
+    "nf4": NF4,
     "pairs": torch.stack((NF4.repeat_interleave(16), NF4.repeat(16)), dim=1),  # [256, 2]: the two values of a byte
     "dynamic": DYNAMIC.unsqueeze(1),  # [256, 1]
 }
@@ -69,7 +72,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, width = weight.shape
     codes = torch.empty(num_rows, width // BLOCK, BLOCK // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(num_rows, width // BLOCK, device=weight.device)
-    rows = max(1, CHUNK // width)
+    rows = max(1, chunk_sizes(weight.device.type).quantised // width)
     for first in range(0, num_rows, rows):
         blocks = weight[first : first + rows].float().unflatten(-1, (-1, BLOCK))
         largest = blocks.abs().amax(-1)
@@ -100,7 +103,7 @@ def dequantise_scales(codes: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
 
 
 @cache
-def table_on(name: Literal["pairs", "dynamic"], device: torch.device) -> Tensor:
+def table_on(name: Literal["nf4", "pairs", "dynamic"], device: torch.device) -> Tensor:
     """A table on a device, copied once: a copy from the CPU's memory cannot be part of a CUDA graph."""
     return _TABLES[name].to(device, non_blocking=device.type != "cpu")
 
@@ -109,3 +112,55 @@ def _nearest(x: Tensor, table: Tensor) -> Tensor:
     """Numbers of the nearest values of a table, uint8; halfway between two, the lower one."""
     midpoints = ((table[1:] + table[:-1]) / 2).to(x.device)
     return torch.bucketize(x, midpoints, out_int32=True).to(torch.uint8)
+
+
+def _unpack_reference(
+    into: Tensor, stored: Tensor, level: Tensor | None, first_row: int, row_blocks: int, first_block: int
+) -> None:
+    num_rows, width = into.shape[0], into.shape[1] // BLOCK
+    blocks = stored.unflatten(-1, (width, -1))
+    codes = blocks[..., BLOCK // 2 :]
+    if level is None:
+        absmax = codes.contiguous().view(torch.float32).squeeze(-1)
+    else:
+        # Which scale a block has follows from its number in the global section.
+        rows = torch.arange(first_row, first_row + num_rows, device=codes.device) * row_blocks
+        places = torch.arange(width, device=codes.device) + first_block
+        numbers = (rows.unsqueeze(1) + places) // BLOCKS_PER_SCALE
+        absmax = dequantise_scales(codes.squeeze(-1), level[numbers], level[-1])
+    dequantise(blocks[..., : BLOCK // 2], absmax, into)
+
+
+def unpack(
+    into: Tensor, stored: Tensor, level: Tensor | None, *, first_row: int, row_blocks: int, first_block: int
+) -> None:
+    """Rows of one section as they are stored, uint8 [n, bytes] -> [n, in], in the dtype of `into`.
+
+    Each block of 64 is 32 bytes of codes and its absmax: an 8-bit code, or fp32 where `level` is None. `level` has the
+    section's scales and at last the mean. The section has `row_blocks` blocks a row; these rows begin at `first_row`,
+    and their columns at `first_block`.
+    """
+    fused = into.is_cuda and HAS_KERNELS
+    compute = torch.ops.megatronish.nf4_unpack_ if fused else _unpack_reference
+    compute(into, stored, level, first_row, row_blocks, first_block)
+
+
+def _nothing(*_: Any) -> None:
+    """Fake of an operator that works in place."""
+
+
+FAMILY = OperatorFamily(
+    "nf4",
+    (
+        Operator(
+            "nf4_unpack_(Tensor(a!) into, Tensor stored, Tensor? level, int first_row, int row_blocks, int first_block)"
+            " -> ()",
+            reference=_unpack_reference,
+            fake=_nothing,
+            triton="nf4.unpack",
+        ),
+    ),
+    in_cuda=False,
+)
+define(FAMILY)
+HAS_KERNELS = has_kernels(FAMILY)

@@ -183,6 +183,7 @@ def _forward(schema: str, *, reference: Any, fake: Any, backward: str, adds: boo
         schema,
         reference=reference,
         fake=fake,
+        triton=f"norm.{schema.partition('(')[0]}",
         setup_context=partial(_save, adds=adds),
         backward=partial(_backward, name=backward, adds=adds),
     )
@@ -211,6 +212,7 @@ FAMILY = OperatorFamily(
             " bool one_plus) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
             reference=_layer_norm_backward_reference,
             fake=lambda _grad, _grad_sum, x, weight, *_: (like(x), like(weight), like(weight)),
+            triton="norm.layer_norm_backward",
         ),
         _forward(
             "rms_norm(Tensor x, Tensor weight, float epsilon, bool one_plus) -> (Tensor normalised, Tensor rstd)",
@@ -231,6 +233,7 @@ FAMILY = OperatorFamily(
             " -> (Tensor grad_x, Tensor grad_weight)",
             reference=_rms_norm_backward_reference,
             fake=lambda _grad, _grad_sum, x, weight, *_: (like(x), like(weight)),
+            triton="norm.rms_norm_backward",
         ),
     ),
 )

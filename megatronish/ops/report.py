@@ -2,7 +2,7 @@
 
 import torch
 
-from megatronish.ops import activation, cross_entropy, dropout, norm, softmax, windowed
+from megatronish.ops import activation, cross_entropy, dropout, nf4, norm, permutation, rope, softmax, windowed
 from megatronish.ops.library import OperatorFamily, report_line
 
 FAMILIES: tuple[OperatorFamily, ...] = (
@@ -11,6 +11,9 @@ FAMILIES: tuple[OperatorFamily, ...] = (
     activation.FAMILY,
     norm.FAMILY,
     dropout.FAMILY,
+    rope.FAMILY,
+    nf4.FAMILY,
+    permutation.FAMILY,
 )
 
 

@@ -100,14 +100,28 @@ class _Stepped(NamedTuple):
         for master, state in zip(self.masters, self.states, strict=True):
             self.inner.state[master] = state | {"step": torch.tensor(float(num_steps), device=master.device)}
 
-    def step(self, *, learning_rate: float, weight_decay: float, momentum: float | None) -> None:
-        """One update of all of them."""
+    @property
+    def divides(self) -> bool:
+        """Whether the kernel can divide the gradients as it reads them, which takes a pass of its own elsewhere.
+
+        On a CPU, of whose time little goes to the optimizer, gradients are multiplied in every layout alike.
+        """
+        fused = getattr(self.inner, "_step_supports_amp_scaling", False)  # torch's word for it
+        return fused and all(master.is_cuda for master in self.masters)
+
+    def step(self, *, learning_rate: float, weight_decay: float, momentum: float | None, divisor: float) -> None:
+        """One update of all of them, from gradients that are divided by this first."""
+        inner: Any = self.inner
+        if divisor != 1.0:
+            inner.grad_scale = torch.full((), divisor, device=self.masters[0].device)  # which fused steps read
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
             if momentum is not None:
                 group.update({"betas": (momentum, group["betas"][1])} if "betas" in group else {"momentum": momentum})
-        self.inner.step()
+        inner.step()
+        if divisor != 1.0:
+            del inner.grad_scale
 
 
 class TorchUpdate:
@@ -149,15 +163,27 @@ class TorchUpdate:
         if self.in_memory is not None:
             self.in_memory.start_after(num_steps)
 
-    def step(self, *, learning_rate: float, weight_decay: float, momentum: float | None = None) -> None:
-        """One update; weight decay applies to the masters that decay. The momentum is Adam's beta1, or SGD's."""
+    @property
+    def divides(self) -> bool:
+        """Whether `step` takes a divisor of the gradients."""
+        return not self._on_disk and (self.in_memory is None or self.in_memory.divides)
+
+    def step(
+        self, *, learning_rate: float, weight_decay: float, momentum: float | None = None, divisor: float = 1.0
+    ) -> None:
+        """One update; weight decay applies to the masters that decay. The momentum is Adam's beta1, or SGD's.
+
+        Where it `divides`, the gradients are divided by `divisor` before they are used.
+        """
         if self.in_memory is not None:
-            self.in_memory.step(learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum)
+            self.in_memory.step(
+                learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, divisor=divisor
+            )
         groups = [(self.parameters[name], *self.state[name].values()) for name in self._on_disk]
         for chunk in in_chunks(groups, num_written=1 + len(self.state_names)) if groups else ():
             stepped = self._of_chunk(chunk)
             stepped.start_after(self._num_steps)
-            stepped.step(learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum)
+            stepped.step(learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, divisor=1.0)
         self._num_steps += 1
 
     def _of_chunk(self, chunk: Chunk) -> _Stepped:

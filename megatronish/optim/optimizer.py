@@ -20,11 +20,13 @@ OPTIMIZERS: dict[str, type[Update]] = {"adam": AdamW, "sgd": SGD, "muon": Muon}
 """The optimizers of --optimizer, under the names of `OPTIMIZER_NAMES`, which has their memory and their options."""
 
 
-Rate = Literal["usual", "vocabulary", "lora_b"]
-"""Which learning rate a parameter has: --lr, --decoupled-lr, or --loraplus-lr-ratio times --lr."""
+Rate = Literal["usual", "vocabulary", "lora_b", "hidden"]
+"""Which learning rate a parameter has: --lr, --decoupled-lr, --loraplus-lr-ratio times --lr, or --lr / w of muP."""
 
 
-def _rate_of(sharding: Sharding, config: OptimizerConfig) -> Rate:
+def _rate_of(sharding: Sharding, config: OptimizerConfig, width_mult: float) -> Rate:
+    if width_mult != 1.0 and sharding.role in OPTIMIZER_NAMES[config.optimizer].divided_by_width:
+        return "hidden"
     if sharding.is_vocabulary and config.decoupled_lr is not None:
         return "vocabulary"
     return "lora_b" if sharding.role == "lora_b" and config.loraplus_lr_ratio is not None else "usual"
@@ -48,10 +50,12 @@ class Optimizer:
         config: OptimizerConfig,
         *,
         device: torch.device,
+        width_mult: float = 1.0,
     ) -> None:
         """`gradients` are those of the trainable masters, in the masters' shapes; each step reads these tensors.
 
         `shardings` are those of every trainable parameter of the stage, whether or not this rank has a part of it.
+        `width_mult` is the w of muP, by which the learning rate of hidden matrices is divided.
         """
         self.shards, self.name = shards, config.optimizer
         masters = {name: nn.Parameter(shards[name].master) for name in shards if name in gradients}
@@ -64,10 +68,10 @@ class Optimizer:
         kind: Callable[..., Update] = OPTIMIZERS[config.optimizer]
         make = partial(kind, **options)
         # Parameters that have a learning rate of their own have an update rule of their own.
-        self.loraplus_lr_ratio = config.loraplus_lr_ratio
+        self.loraplus_lr_ratio, self.width_mult = config.loraplus_lr_ratio, width_mult
         by_rate: dict[Rate, set[str]] = {"usual": set()}
         for name, sharding in shardings.items():
-            by_rate.setdefault(_rate_of(sharding, config), set()).add(name)
+            by_rate.setdefault(_rate_of(sharding, config, width_mult), set()).add(name)
         self.updates = {rate: make(whole.only(names), config) for rate, names in by_rate.items()}
         self.state = {name: state for update in self.updates.values() for name, state in update.state.items()}
         self._num_steps = 0
@@ -83,6 +87,11 @@ class Optimizer:
         for update in self.updates.values():
             update.start_after(value)
 
+    @property
+    def divides(self) -> bool:
+        """Whether every update rule can divide the gradients as it reads them; those of plug-ins cannot."""
+        return all(getattr(update, "divides", False) for update in self.updates.values())
+
     def step(
         self,
         *,
@@ -90,19 +99,22 @@ class Optimizer:
         weight_decay: float,
         decoupled_learning_rate: float | None = None,
         momentum: float | None = None,
+        divisor: float = 1.0,
     ) -> None:
         """One update of every master from its gradient. Every rank of the stage calls it, even one without masters.
 
         `decoupled_learning_rate` is that of word embedding and output layer, with --decoupled-lr. `momentum` is given
-        where it cycles.
+        where it cycles. Where the optimizer `divides`, gradients are divided by `divisor` first, and stay so.
         """
         self._num_steps += 1
-        rates: dict[Rate, float] = {"usual": learning_rate}
+        rates: dict[Rate, float] = {"usual": learning_rate, "hidden": learning_rate / self.width_mult}
         if decoupled_learning_rate is not None:  # 0 is a rate: that of the first step of a warm-up
             rates["vocabulary"] = decoupled_learning_rate
         if self.loraplus_lr_ratio is not None:
             rates["lora_b"] = learning_rate * self.loraplus_lr_ratio
         assert rates.keys() >= self.updates.keys(), "--decoupled-lr has a schedule of its own"
-        cycled = {} if momentum is None else {"momentum": momentum}  # plug-ins without a momentum take none
+        further = {} if momentum is None else {"momentum": momentum}  # plug-ins without a momentum take none
+        if divisor != 1.0:
+            further["divisor"] = divisor
         for rate, update in self.updates.items():
-            update.step(learning_rate=rates[rate], weight_decay=weight_decay, **cycled)
+            update.step(learning_rate=rates[rate], weight_decay=weight_decay, **further)

@@ -13,8 +13,9 @@ Each call is an entry of the axis's record (watch/record.py), made before torch 
 So a rank that hangs can be named from outside.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import import_module
 from threading import get_ident
 from typing import Any, Literal, TypeVar
 
@@ -47,6 +48,11 @@ class Pending:
         self._result, self._works, self._axis, self._source, self._entry = result, works, axis, source, entry
         if entry is not None and is_recording():
             entry.line.record.recorded.add(self)
+
+    @property
+    def unfinished(self) -> Tensor:
+        """The tensor that will hold the result, to hand on: nothing may read it before `wait`."""
+        return self._result
 
     def wait(self) -> Tensor:
         """Result of the collective; on CUDA the current stream waits for it, and the CPU does not."""
@@ -170,6 +176,13 @@ def entered(operation: str, axis: Axis) -> Iterator[None]:
         yield
 
 
+def symmetric_operators() -> Any:
+    """torch's operators over symmetric memory, as far as it has them (parallel/symmetric.py)."""
+    with suppress(ImportError):
+        import_module("torch.distributed._symmetric_memory")  # it defines them
+    return torch.ops.symm_mem
+
+
 def piece_of(x: Tensor, axis: Axis) -> Tensor:
     """[size * s, ...] -> [s, ...]: this rank's piece of dim 0, a view; nothing is sent.
 
@@ -241,6 +254,55 @@ class _AllToAllRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         sizes = {"sent": ctx.received, "received": ctx.sent}
         return start_all_to_all_rows(grads[0], ctx.axis, **sizes, layer=ctx.layer).wait(), None, None, None
+
+
+class _RowsInProgress:
+    """An exchange of rows between its start and its end, forward and then backward."""
+
+    def __init__(self, axis: Axis, sent: list[int], received: list[int]) -> None:
+        self.axis, self.sent, self.received, self.layer = axis, sent, received, _layer(axis)
+        self.pending: Pending | None = None
+
+    def start(self, x: Tensor, *, is_backward: bool = False) -> Tensor:
+        """Memory of the rows on their way, which nothing may read before the end."""
+        sent, received = (self.received, self.sent) if is_backward else (self.sent, self.received)
+        self.pending = start_all_to_all_rows(x, self.axis, sent=sent, received=received, layer=self.layer)
+        return self.pending.unfinished
+
+    def end(self) -> Tensor:
+        """Rows that have arrived, for which this waits."""
+        assert self.pending is not None
+        arrived, self.pending = self.pending.wait(), None
+        return arrived
+
+
+class _StartRows(torch.autograd.Function):
+    """First half of `_AllToAllRows`, whose backward is the end of the exchange of gradients.
+
+    Autograd takes what was computed last first. So what was computed between the halves has its backward between them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: _RowsInProgress) -> Tensor:
+        ctx.rows = rows
+        return rows.start(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Any) -> Any:
+        return ctx.rows.end(), None
+
+
+class _EndRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, rows: _RowsInProgress) -> Tensor:
+        ctx.rows = rows
+        rows.end()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.rows.start(grads[0], is_backward=True)
+        return grads[0], None  # it has the shape that autograd wants; the other half hands on what arrives
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -315,12 +377,21 @@ def start_all_to_all_rows(
     return Pending(arriving, work, axis=axis, source=x, entry=entry)
 
 
-def all_to_all_rows(x: Tensor, axis: Axis, *, sent: list[int], received: list[int]) -> Tensor:
+def all_to_all_rows(
+    x: Tensor, axis: Axis, *, sent: list[int], received: list[int], meanwhile: Callable[[], None] | None = None
+) -> Tensor:
     """All-to-all of unequal pieces forward, [sum(sent), ...] -> [sum(received), ...], and of their gradients backward.
 
-    The backward is the same exchange with the sizes swapped, known already: no rank asks for them again.
+    The backward is the same exchange with the sizes swapped, known already: no rank asks for them again. `meanwhile` is
+    called while the rows are on their way; the backward of what it computes follows while their gradients are.
     """
-    return x if axis.size == 1 else _AllToAllRows.apply(x, axis, sent, received)
+    if meanwhile is None:
+        return x if axis.size == 1 else _AllToAllRows.apply(x, axis, sent, received)
+    rows = _RowsInProgress(axis, sent, received)
+    arriving = _StartRows.apply(x, rows)
+    meanwhile()
+    arrived: Tensor = _EndRows.apply(arriving, rows)
+    return arrived
 
 
 def gather_from_neighbours(x: Tensor, axis: Axis, number: int) -> Tensor:
@@ -349,10 +420,11 @@ def split_sequence(x: Tensor, tp: Axis) -> Tensor:
     return x if tp.size == 1 else _SplitSequence.apply(x, tp)
 
 
-def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:
+def start_shift(x: Tensor, axis: Axis, *, tag: int = 0, into: Tensor | None = None) -> Pending:
     """Ring shift, [...] -> [...]: send x to the next rank of the axis, and receive from the rank before.
 
-    The last rank sends to the first. Not differentiable: a backward shifts gradients by itself (attention/ring.py).
+    The last rank sends to the first. `into` is the buffer of what arrives. Not differentiable: a backward shifts
+    gradients by itself (attention/ring.py).
     On gloo, shifts that are in progress at the same time need different tags. NCCL ignores tags and keeps the order of
     the calls, so every rank must start its shifts in the same order.
     """
@@ -360,7 +432,7 @@ def start_shift(x: Tensor, axis: Axis, *, tag: int = 0) -> Pending:
         return Pending(x)
     # Buffers: x [...] is read until the send is complete, so Pending keeps it; `arriving` [...] is the result.
     x = x.contiguous()
-    arriving = torch.empty_like(x)
+    arriving = torch.empty_like(x) if into is None else into
     # Neighbours on the ring, as global ranks: point-to-point calls of torch take no ranks of a group.
     after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
     # One batch (on NCCL one group call), in which no send waits for this rank's own receive: a ring of separate calls,

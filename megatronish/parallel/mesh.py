@@ -16,12 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import RunError
-from megatronish.core.layout import Coordinates, ExpertLayout, Layout
+from megatronish.core.layout import Coordinates, ExpertLayout, Layout, RowRoom
 from megatronish.launch.os_errors import mishap
 from megatronish.launch.place import Place
 from megatronish.parallel.schedules.plan import EVERY_LINE, Kind, lines
 from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.watch.record import LineRecord, RankRecord
+
+WAITED_FOR = ("tp", "cp", "ep", "etp")
+"""Axes whose collectives stand between two products of the same layer: the stage computes next what they bring."""
+LINE_ENDS = (" up", " down")  # of the names of lines between stages
+LINE_BLOCKS = 4
+"""Blocks of a line between stages. A receive is posted ahead and waits on the device: more blocks would wait, too."""
+
+
+AS_MANY_AS_THERE_ARE = RowRoom()
 
 
 @dataclass(frozen=True)
@@ -93,10 +102,14 @@ def dense_domain(tp: Axis) -> dict[str, Domain]:
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Expert parallelism of a layer: ranks of `ep` hold different experts, ranks of `etp` parts of the same ones."""
+    """Expert parallelism of a layer: ranks of `ep` hold different experts, ranks of `etp` parts of the same ones.
+
+    `room` says how many rows a rank of ep sends each other one in training.
+    """
 
     ep: Axis = Axis("ep")
     etp: Axis = Axis("etp")
+    room: RowRoom = AS_MANY_AS_THERE_ARE
 
 
 @dataclass(frozen=True)
@@ -225,7 +238,7 @@ class Mesh:
             embedding_axis=tied["ends"],
             p2p_axes={(kind, up): axis(f"{kind} {'up' if up else 'down'}", stages) for kind, up in sorted(lines)},
             domains=domains,
-            experts=ExpertParallel(**domains["experts"].model) if experts is not None else ExpertParallel(),
+            experts=ExpertParallel(axes["ep"], axes["etp"]) if experts is not None else ExpertParallel(),
             record=record,
         )
 
@@ -279,11 +292,31 @@ def new_axis(
     mine = Axis(name, 1, 0, (rank,))
     make = partial(dist.new_group, timeout=timeout, backend=backend, group_desc=name)  # the name is for profiles
     for ranks in groups:
-        group = make(list(ranks)) if len(ranks) >= at_least else None
+        options = options_of(name, backend, timeout)
+        group = make(list(ranks), pg_options=options) if len(ranks) >= at_least else None
         if rank in ranks:
             line = record.line(name, ranks) if record is not None and group is not None else None
             mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group, line)
     return mine
+
+
+def options_of(name: str, backend: str | None, timeout: timedelta | None) -> Any:
+    """Options of a group of an axis, an object of its own, as torch writes into it; None where it has none.
+
+    NCCL's kernels on a stream of high priority start as soon as a block of the device is free. On an ordinary one they
+    wait until all blocks of the product before them have started, which is the product that should hide them.
+    Gradients, which nothing waits for until the step ends, stay behind.
+    """
+    is_line = name.endswith(LINE_ENDS)
+    is_nccl = backend is not None and backend.rpartition(":")[2] == "nccl" and "," not in backend
+    if not is_nccl or not (is_line or name in WAITED_FOR) or not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    if is_line and hasattr(options, "config"):
+        options.config.max_ctas = LINE_BLOCKS
+    return options
 
 
 def _meet(backend: str, *, rank: int, **meeting: Any) -> None:
@@ -384,12 +417,16 @@ class TensorParallel:
 
     With `sequence`, activations between a row-parallel and the next column-parallel layer are cut over the same axis
     along the sequence (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). One rank cuts nothing.
-    `experts` are the axes over which the experts of a layer lie, which are laid over the same ranks.
+    `experts` are the axes over which the experts of a layer lie, which are laid over the same ranks. With `by_pieces`
+    the products of a cut sequence are computed piece by piece, while the next one is on its way, which `shares_memory`
+    if the ranks read each other's (parallel/symmetric.py).
     """
 
     axis: Axis = Axis("tp")
     sequence: bool = False
     experts: ExpertParallel = ExpertParallel()
+    by_pieces: bool = False
+    shares_memory: bool = False
 
     @property
     def size(self) -> int:

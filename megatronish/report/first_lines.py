@@ -19,14 +19,14 @@ from megatronish.formats.load_sharded import open_hf
 from megatronish.launch.device import choose_device
 from megatronish.launch.place import Place, place_from_environment
 from megatronish.model.compiled import why_not_compiled
-from megatronish.ops.library import load_kernels
+from megatronish.ops.library import fuses_dropout
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.specs.adapter_targets import adapted_sections
 from megatronish.specs.attention import AttentionSpec
 from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import DeviceType
-from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
 
 OVER_CP = {
     "p2p": "ring attention over cp, ",
@@ -53,7 +53,7 @@ def dry_run(config: Config, notes: Sequence[str]) -> int:
     epochs = config.training.num_epochs
     length = None if epochs is None else f"num_epochs={epochs:g}: the steps are counted when a run opens its data"
     device_type: DeviceType = "cuda" if uses_cuda else "cpu"
-    costs = LayoutCosts.of(config, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
+    costs = LayoutCosts.of(config, vocab_size=vocab_size, device=device_type, kernels=fuses_dropout(device_type))
     print(first_lines(config, costs, device=name, notes=own_notes, length=length))
     return 0
 
@@ -143,16 +143,19 @@ def _compiler(config: Config, device_type: DeviceType) -> list[str]:
 
 def _experts(config: Config, uneven_bytes: int) -> list[str]:
     """Experts, where they are, and the rows that an even and the most uneven load sends to a device."""
-    model, layout, (ep, etp) = config.model, config.layout, config.parallel.expert_layout
+    model, ep = config.model, config.parallel.expert_model_parallel_size
     if model.num_experts is None:
         return []
-    sequences = config.training.micro_batch_size * config.training.seq_length // layout.cp
-    rows = sequences * etp // layout.tp * model.moe_router_topk
+    rows, room = config.rows_of_experts
     more = f"for each mean load more, {format_bytes(uneven_bytes)}"
-    return [
+    line = (
         f"experts: {model.num_experts} in {sum(model.expert_layers)} of {model.num_layers} layers, "
-        f"{model.num_experts // ep} on a device, {model.moe_router_topk} a token; of a micro-batch a device computes "
-        f"{rows:,} rows a layer where the load is even, as the memory above, and at most {ep * rows:,}"
+        f"{model.num_experts // ep} on a device, {model.moe_router_topk} a token; of a micro-batch a device "
+    )
+    if config.parallel.has_rooms:
+        return [f"{line}has {rows:,} rows a layer where the load is even, and room for {room:,}, as the memory above"]
+    return [
+        f"{line}computes {rows:,} rows a layer where the load is even, as the memory above, and at most {ep * rows:,}"
         + (f" ({more})" if ep > 1 else "")
     ]
 

@@ -13,7 +13,9 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatronish.report.page.contents import contents_of
+from megatronish.core.foreign import shown
+from megatronish.report.page.contents import in_short
+from megatronish.report.page.curves import Curves, is_number
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHOWN = {
@@ -30,30 +32,32 @@ NUM_EVENTS = 8
 OLD_SECONDS = 120.0
 
 
-def picture_of(run: Path, *, width: int = 100) -> tuple[RenderableType, bool]:
-    """What is seen of the run now, and whether it has ended."""
-    contents = contents_of(run)
-    health, curves = contents["health"] or {}, contents["curves"]
+def picture_of(run: Path, curves: Curves | None = None, *, width: int = 100) -> tuple[RenderableType, bool]:
+    """What is seen of the run now, and whether it has ended; `curves` are those of an earlier look."""
+    contents = in_short(run, curves)
+    health, drawn = contents["health"] or {}, contents["curves"]
     phase = str(health.get("phase", ""))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("", "now", "lowest", "highest", f"{_first(curves)} to {_last_step(curves)}"):
+    for head in ("", "now", "lowest", "highest", f"{_first(drawn)} to {_last_step(drawn)}"):
         table.add_column(head, justify="left" if head == "" or " to " in head else "right")
     for name, title in SHOWN.items():
-        values = [value for value in curves.get(name, [[], []])[1] if value is not None]
+        values = [value for value in drawn.get(name, [[], []])[1] if value is not None]
         if values:
             scale = 2.0**-30 if name == "peak_memory_bytes" else 1.0
             numbers = [f"{value * scale:.5g}" for value in (values[-1], min(values), max(values))]
             table.add_row(title, *numbers, Text(spark(values, max(10, width - 62)), style="cyan"))
     parts: list[RenderableType] = [_progress(contents, health), table]
+    if curves is not None and curves.is_behind:
+        parts.append(Text("of a long file, lines at equal distances; all of them soon", style="dim"))
     if slow := _ranks(contents["rank_seconds"]):
         parts.append(Text(slow))
     for name, (steps, losses) in contents["evaluations"].items():
-        parts.append(Text(f"evaluated on {name}: loss {losses[-1]} at step {steps[-1]}"))
+        parts.append(Text(f"evaluated on {shown(name)}: loss {losses[-1]} at step {steps[-1]}"))
     parts += [
         Text(f"step {event['step']:>7}  {event['text']}", style="dim") for event in contents["events"][-NUM_EVENTS:]
     ]
     has_ended = phase not in ("", "step")
-    return Panel(Group(*parts), title=Text(contents["name"]), width=width), has_ended
+    return Panel(Group(*parts), title=Text(shown(contents["name"])), width=width), has_ended
 
 
 def spark(values: Sequence[float], width: int) -> str:
@@ -86,8 +90,8 @@ def _progress(contents: dict[str, Any], health: dict[str, Any]) -> RenderableTyp
         seconds = [value for value in contents["curves"].get("step_seconds", [[], []])[1][-20:] if value is not None]
         if seconds and done < steps:
             text += f", {_duration((steps - done) * sum(seconds) / len(seconds))} left"
-    phase = str(health.get("phase", "not started"))
-    age = time.time() - health["time"] if isinstance(health.get("time"), int | float) else math.nan
+    phase = shown(health.get("phase", "not started"))
+    age = time.time() - health["time"] if is_number(health.get("time")) else math.nan
     if phase == "step":
         phase = f"last sign {_duration(age)} ago"
     style = "red" if phase.startswith(("failed", "hangs")) or (age > OLD_SECONDS and "sign" in phase) else "green"

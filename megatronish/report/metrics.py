@@ -83,6 +83,12 @@ METRICS: dict[str, Metric] = {
         Metric("router_z_loss", "", "z_loss", _loss("z_loss")),
         Metric("dropped_share", "fraction", "dropped-share", lambda value: f"dropped: {100 * value:.1f}%"),
         Metric(
+            "rows_without_room",
+            "rows, of a step that was computed again",
+            "rows-without-room",
+            lambda value: f"rows without room: {int(value)}, computed again",
+        ),
+        Metric(
             "largest_expert_load",
             "times the mean",
             "largest-expert-load",
@@ -150,6 +156,7 @@ _AFTER = (
     "global_load_balancing_loss",
     "router_z_loss",
     "dropped_share",
+    "rows_without_room",
     "largest_expert_load",
     "num_idle_experts",
     "max_attention_logit",
@@ -324,6 +331,8 @@ def _experts(numbers: Mapping[str, float]) -> list[Part]:
         parts.append(Part("idle", f"{count:.0f}", "yellow", rank=1))
     if share := numbers.get("dropped_share"):
         parts.append(Part("dropped", f"{share:.1%}", rank=1))
+    if rows := numbers.get("rows_without_room"):
+        parts.append(Part("computed again, rows without room", f"{rows:.0f}", "yellow", rank=1))
     return parts
 
 

@@ -9,7 +9,7 @@ from megatronish.estimate.costs.node_traffic import node_traffic
 from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters
 from megatronish.estimate.costs.traffic import why_no_traffic
 from megatronish.estimate.planner.choose import ShortList
-from megatronish.estimate.planner.device_speed import reservations
+from megatronish.estimate.planner.device_speed import UNCONFIRMED, reservations, unconfirmed
 from megatronish.estimate.planner.exact import Planned
 from megatronish.estimate.planner.layer_time import Parts
 from megatronish.estimate.planner.search import FILLED, Search
@@ -91,7 +91,7 @@ def short_report(search: Search, chosen: ShortList) -> str:
     unit, size = ("GiB", GIB) if fullest >= GIB else ("MiB", 2**20)
     memory = [["", "mesh", "stage", *OWNERS, f"total {unit}"]]
     for number, planned in enumerate(chosen.planned):
-        mesh, (low, high) = planned.candidate.mesh_text, search.interval(planned.step)
+        mesh, (low, high) = planned.candidate.mesh_text, search.interval(planned.step, planned.candidate)
         mark = f"{number + 1}{'*' if number == chosen.conventional else ' '}"
         seconds = [tokens / search.work.tokens * each for each in (low, high)] if tokens else []
         times.append(
@@ -123,7 +123,7 @@ def short_report(search: Search, chosen: ShortList) -> str:
             f"layouts: {chosen.legal:,} are tried, about {chosen.fitting:,} fit into {search.limit / GIB:.1f} GiB "
             f"({FILLED:.0%} of a device); the best of each mesh, ranked by the worse end of the interval",
             "",
-            f"time{length}: from all that may overlap hidden to nothing hidden, and {_error(search)}",
+            f"time{length}: from all that may overlap hidden to nothing hidden, and {_error(search, chosen.planned)}",
             "(* is a conventional layout)",
             *notes,
             table(times),
@@ -135,8 +135,28 @@ def short_report(search: Search, chosen: ShortList) -> str:
     )
 
 
-def _error(search: Search) -> str:
-    return f"{search.error.part:.0%} more either way: {search.error.reason}"
+ATTENTION = {
+    "flash": "flash attention",
+    "fused_softmax": "attention with scores in memory",
+    "unfused": "attention with scores in memory and an unfused softmax",
+    "blocks": "attention block by block, for dropout",
+}
+
+
+def _kernels(search: Search) -> str:
+    """The kernels whose times are taken."""
+    work = search.work
+    fused = "by a compiler" if work.fused else "as the kernels of this program do"
+    loss = "the loss in two passes" if work.fused_loss else "the loss in fp32"
+    return f"by {ATTENTION[work.attention]}, pointwise operations fused {fused}, {loss}, launches {work.launches}"
+
+
+def _error(search: Search, planned: Sequence[Planned]) -> str:
+    """What is known of the error of these layouts' times."""
+    candidates = [each.candidate for each in planned]
+    names = {each.schedule for each in candidates if unconfirmed(each.schedule, each.mesh.pp)}
+    more = f"; {UNCONFIRMED:.0%} longer under {' and '.join(sorted(names))}, of which no step was published"
+    return f"{search.error.part:.0%} more either way: {search.error.reason}{more if names else ''}"
 
 
 def _even(search: Search) -> str:
@@ -195,16 +215,16 @@ def explanation(search: Search, planned: Planned) -> str:
     if step.uneven:
         lines.append(f"{'an uneven load of experts may add':<44}{step.uneven:10.3f} s {step.uneven / total:7.1%}")
     lines.append(f"{'a step':<44}{between(step.low, step.high):>10} s")
-    low, high = search.interval(step)
+    low, high = search.interval(step, candidate)
     lines.append(f"{'with the error of the model':<44}{between(low, high):>10} s")
     owners, host = planned.fullest.owners, planned.fullest.memory.host
     return "\n".join(
         [
             heading(search),
             f"layout: {candidate.mesh_text}, {candidate.choices_text}; {m} micro-batch{'es' if m > 1 else ''} a step",
-            f"MFU {100 * mfu(search, high):.1f} to {100 * mfu(search, low):.1f} %, {_error(search)}",
+            f"MFU {100 * mfu(search, high):.1f} to {100 * mfu(search, low):.1f} %, {_error(search, [planned])}",
             "",
-            "time of a step on the slowest stage:",
+            f"time of a step on the slowest stage, {_kernels(search)}:",
             *reservations(search.config),
             *lines,
             "",

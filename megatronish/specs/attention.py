@@ -16,17 +16,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, NamedTuple, Self
 
-from megatronish.config.sections.model import ModelConfig, SoftmaxType
+from megatronish.config.sections.dense import SoftmaxType
+from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import EXPLICIT, AttentionBackend, RecomputeModule
 from megatronish.specs.block_pattern import BlockPattern
+from megatronish.specs.chunk_sizes import chunk_sizes
 from megatronish.specs.costs import ActivationBytes, AttentionCore, Count, DeviceType, LayerCost, LinearShape, NormShape
-
-BLOCK_BYTES = 8 * 2**20
-"""Scores of a block of attention with dropout, in fp32, as attention/dropout_attention.py cuts them for a GPU.
-
-A backward has three such blocks at a time, and eight without fused operators.
-"""
-BLOCK_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -141,6 +136,7 @@ class AttentionSpec:
     @classmethod
     def of(cls, model: ModelConfig, *, windowed: bool = True, rotary: bool = True) -> Self:
         """Attention as the options of a config describe it, with RoPE and a window or a pattern, or without."""
+        # Llama 4 normalises queries and keys only where it turns them.
         is_l2 = model.qk_l2_norm and rotary
         return cls(
             num_heads=model.num_attention_heads,
@@ -184,6 +180,7 @@ class AttentionSpec:
         )
         out = LinearShape(queries, hidden, "row", self.out_bias, name="attention.out", sections=(("o", hidden),))
         names = ("attention.q_norm", "attention.k_norm")
+        # A norm across all heads is cut over tp with its weight; a norm of one head has the same weight on all ranks.
         if self.norm_across_heads:
             norms = tuple(
                 NormShape("RMSNorm", size, is_split=True, cuts_weight=True, name=name)
@@ -216,6 +213,7 @@ class AttentionSpec:
                     num_kv_heads=self.num_kv_heads,
                 ),
             ),
+            # A clip keeps what went into it, to know which features it stopped.
             kept=Count(split=(queries + keys + values) * (1 if self.clip is None else 2)),
             vectors=Count(split=self.num_heads if self.softmax == "learnable" else 0),
             vectors_name="attention.sinks",
@@ -233,6 +231,7 @@ class AttentionSpec:
 
     def is_sparse(self, run: AttentionRun) -> bool:
         """Whether a window or a pattern hides some of what comes before: a CPU makes no dense mask and no biases."""
+        # A window as long as the sequence hides nothing, and a layer with it runs as one without.
         is_windowed = self.window is not None and self.window < run.seq_length
         return is_windowed or (self.pattern is not None and not self.pattern.is_whole(run.seq_length))
 
@@ -260,6 +259,7 @@ class AttentionSpec:
 
     def repeats_heads(self, run: AttentionRun) -> bool:
         """Whether keys and values are copied, one of each for every query head."""
+        # No kernel in fp32 knows shared heads, so every query head gets a key and a value head of its own.
         is_fp32 = self.is_sdpa(run) and run.size.element == 4 and not self.is_flex(run)
         return self.heads_over(run.size.tp) < self.num_heads and (self.has_dense_mask(run) or is_fp32)
 
@@ -308,13 +308,18 @@ class AttentionSpec:
         num_bytes = size.residual + size.feature * (sizes + heads)
         if self.is_explicit(run.backend):
             return num_bytes + self._explicit_transients(run)
+        # SDPA computes its probabilities again, tile by tile, so that none are in memory.
         if not run.is_ring and not run.has_dropout:  # with gradients of copied keys and values
             return num_bytes + (size.feature * 2 * heads if self.repeats_heads(run) else 0)
         unit = run.tokens / size.tp
+        # The kernel with dropout draws its masks by a hash of the place, where they are needed.
+        if run.has_dropout and run.kernels and not run.is_ring and self.pattern is None:  # flash attention
+            return num_bytes
         num_bytes += unit * 4 * (sizes + (3 * (sizes - heads) if run.is_ring else 0))
-        if run.has_dropout:
+        if run.has_dropout:  # three blocks of scores at a time, and eight without fused operators
             row = 4 * run.micro_batch_size * run.seq_length * self.num_heads // size.tp
-            block = min(BLOCK_BYTES, BLOCK_QUERIES * row)
+            chunks = chunk_sizes(run.device)
+            block = min(chunks.score_bytes, min(chunks.score_queries, run.seq_length) * row)
             if run.is_ring:  # tiles of half of what a rank has
                 block = row * run.seq_length // (2 * run.cp) ** 2
             if self.pattern is not None:  # rectangles
@@ -339,8 +344,11 @@ class AttentionSpec:
 
     def has_fused_softmax(self, run: AttentionRun) -> bool:
         """Whether the softmax of explicit scores is the fused one, which knows scores alone: no ALiBi, no sinks."""
-        is_plain = not run.has_alibi and self.softmax == "vanilla" and self.of_scores is None
-        return run.backend == "fused_softmax" and is_plain
+        return self.is_softmax_fused(run.backend, has_alibi=run.has_alibi)
+
+    def is_softmax_fused(self, backend: AttentionBackend, *, has_alibi: bool) -> bool:
+        """The same, where no more is known of a run."""
+        return backend == "fused_softmax" and not has_alibi and self.softmax == "vanilla" and self.of_scores is None
 
     def bytes_per_score(self, run: AttentionRun) -> int:
         """Bytes that attention keeps of each query with each key: probabilities, dropout's mask, and what that left.
@@ -352,6 +360,7 @@ class AttentionSpec:
         width = run.size.element
         if not self.is_explicit(run.backend):
             return 0
+        # torch's softmax runs in fp32 whatever the model's dtype, for sums of thousands of exponentials.
         if not self.has_fused_softmax(run):
             capped = 0 if self.cap is None else 4
             return 4 + capped + (1 + width if run.has_dropout else 2 if width == 2 else 0)
@@ -375,6 +384,7 @@ class AttentionSpec:
         if self.qk_norm and self.norm_across_heads:  # a sum of squares of each token, in fp32
             sums = tokens * 4
             exchanges += [Exchange("tp", "all-reduce", sums, sums, False, _sections("attention.qkv"))] * 2
+        # Each of the ranks that share a head projects a part of it, so that no weight is stored twice.
         if ranks_of_a_head(self.num_kv_heads, tp) > 1:  # keys and values of the head that a rank's queries share
             heads = 2 * tokens * self.head_size * width
             exchanges += [Exchange("tp", "all-to-all", heads, heads, False, _sections("attention.qkv"))]
@@ -383,6 +393,7 @@ class AttentionSpec:
                 exchanges += [Exchange("tp", "all-to-all", weights, weights, False, of_weights=True)]
         if cp == 1:
             return exchanges
+        # The ring sends keys and values past every rank; the all-to-all trades heads for the whole sequence.
         unit = tokens * self.head_size // tp
         if is_ring:
             ring = RingBytes.of(2 * unit * self.heads_over(tp), cp=cp, width=width)
@@ -451,6 +462,7 @@ class BiasedAttentionSpec(AttentionSpec):
             keys_part=self.keys,
             num_kv_heads=self.num_kv_heads,
         )
+        # A stream of T5 has rows of both sides; each projection keeps only the rows of its own.
         kept = int(sizes["q"] * self.queries + (sizes["k"] + sizes["v"]) * self.keys)
         return LayerCost(linears=(*linears, out), cores=(core,), kept=Count(split=kept))
 
@@ -497,6 +509,7 @@ class BiasedAttentionSpec(AttentionSpec):
             exchanges += [Exchange("tp", "all-to-all", shared, shared, False, _sections(layer))]
         if cp == 1:
             return exchanges
+        # Queries and the output have the rows of one side, keys and values those of the other.
         traded = traded_heads(self.num_heads, self.num_kv_heads, tp=tp, cp=cp) - 2 * self.num_heads
         heads = 2 * self.num_heads * self.queries + traded * self.keys
         size = int(tokens * self.head_size * width * heads) // tp
@@ -527,6 +540,7 @@ def traded_heads(num_heads: int, num_kv_heads: int, *, tp: int, cp: int) -> int:
     """
     num_kv_heads = max(num_kv_heads, tp)
     group, on_rank = num_heads // num_kv_heads, num_kv_heads // tp
+    # The fewest copies with which each rank of cp gets whole heads: more would be sent for nothing.
     copies = next(n for n in range(1, group + 1) if group % n == 0 and on_rank * n % cp == 0)
     return 2 * num_heads + 2 * copies * num_kv_heads
 

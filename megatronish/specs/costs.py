@@ -21,36 +21,47 @@ class Count:
     """Elements or bytes, apart for those that tensor parallelism splits and those that every rank holds whole.
 
     `experts` are those of routed experts: parameters, which ep and etp split, or rows of tokens on their way through
-    experts, which tp splits as far as its ranks hold different experts (tp / etp).
+    experts, which tp splits as far as its ranks hold different experts (tp / etp). `by_expert` are those of them that
+    ep splits alone, and every rank of etp holds whole: factors of adapters, and scales.
     """
 
     split: int = 0
     whole: int = 0
     experts: int = 0
+    by_expert: int = 0
 
     def __add__(self, other: "Count") -> "Count":
-        return Count(self.split + other.split, self.whole + other.whole, self.experts + other.experts)
+        return Count(
+            self.split + other.split,
+            self.whole + other.whole,
+            self.experts + other.experts,
+            self.by_expert + other.by_expert,
+        )
 
     def __mul__(self, factor: int) -> "Count":
-        return Count(self.split * factor, self.whole * factor, self.experts * factor)
+        return Count(self.split * factor, self.whole * factor, self.experts * factor, self.by_expert * factor)
 
     @property
     def total(self) -> int:
         """All elements together: what all ranks hold, each element counted once."""
-        return self.split + self.whole + self.experts
+        return self.split + self.whole + self.experts + self.by_expert
 
     @property
     def without_experts(self) -> "Count":
         """Split and whole elements."""
         return Count(self.split, self.whole)
 
-    def per_rank(self, tp: int, *, sequence_parallel: bool = False, experts: int = 1) -> int:
-        """Held by one of tp ranks, and of `experts` ranks that share experts.
+    def per_rank(self, tp: int, *, sequence_parallel: bool = False, experts: int = 1, etp: int = 1) -> int:
+        """Held by one of tp ranks, and of `experts` ranks that share experts, `etp` of them each expert.
 
         Under sequence parallelism activations are cut where else they are whole.
         """
         dense = self.split // tp + self.whole // (tp if sequence_parallel else 1)
-        return dense + self.experts // experts
+        return dense + self.of_experts(experts, etp)
+
+    def of_experts(self, ranks: int, etp: int) -> int:
+        """Of experts, held by one of the ranks that share them, `etp` of which share each expert."""
+        return (self.experts + self.by_expert * etp) // ranks
 
 
 @dataclass(frozen=True)
@@ -281,11 +292,6 @@ class LayerCost:
         return sum_counts(linear.matrices for linear in self.linears)
 
     @property
-    def largest_matrix(self) -> Count:
-        """Weight of the largest linear layer."""
-        return max((linear.matrices for linear in self.linears), key=lambda count: count.total, default=Count())
-
-    @property
     def linear_flops(self) -> int:
         """FLOPs of one token forward in linear layers."""
         return sum(linear.flops for linear in self.linears)
@@ -318,6 +324,22 @@ class LayerCost:
         return sum_counts(linear.outputs for linear in self.linears)
 
 
+class WeightGradientBytes(NamedTuple):
+    """Bytes of an element of a weight's gradient before it is in its sum: 0 where its product adds it there."""
+
+    dense: int = 0
+    grouped: int = 0
+    """Of the weights of experts."""
+
+    def largest(self, linears: Iterable[LinearShape], *, tp: int, grid: int) -> int:
+        """Bytes of the largest gradient of these layers on a rank."""
+        sizes = ((self.grouped if each.copies > 1 else self.dense, each.matrices) for each in linears)
+        return max((width * matrix.per_rank(tp, experts=grid) for width, matrix in sizes), default=0)
+
+
+ADDED_AT_ONCE = WeightGradientBytes()
+
+
 class ActivationBytes(NamedTuple):
     """Bytes of activations of a micro-batch on a rank, from which specs compute what their backward needs."""
 
@@ -329,8 +351,7 @@ class ActivationBytes(NamedTuple):
     """Hidden states between layers, which sequence parallelism cuts."""
     gathers: bool
     """Whether there is sequence parallelism."""
-    gradient: int
-    """An element of a weight's gradient before it is added to its sum: 0 where it is added at once."""
+    gradient: WeightGradientBytes
     element: int
     """An element of an activation."""
     hidden_size: int
@@ -338,6 +359,8 @@ class ActivationBytes(NamedTuple):
     ep: int
     etp: int
     """Ranks that cut the features of an expert: each has the rows of all of them."""
+    rows: float = 1.0
+    """Rows of experts that a rank has room for, over those of an even load."""
 
     @property
     def grid(self) -> int:

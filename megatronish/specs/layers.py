@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from megatronish.config.sections.model import Activation, ModelConfig
+from megatronish.config.sections.dense import Activation
+from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import RecomputeModule
 from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, options_of
@@ -112,7 +113,7 @@ class MLPSpec:
     def transients(self, size: ActivationBytes) -> float:
         """Bytes that the backward needs besides what was kept: gradients of outputs, inputs and weights."""
         gathered, reduced = (size.hidden, size.residual) if size.gathers else (0.0, 0.0)
-        matrix, activated = size.gradient * size.hidden_size / size.tp, size.feature * self.ffn_size
+        matrix, activated = size.gradient.dense * size.hidden_size / size.tp, size.feature * self.ffn_size
         down = gathered + activated + matrix * self.ffn_size
         up = size.hidden + gathered + reduced - activated + matrix * self.features
         # xIELU has four tensors in fp32 at a time; the gradient of its output is in the place of that.
@@ -176,16 +177,15 @@ class ExpertsSpec:
 
     def again(self, run: AttentionRun) -> float:
         """Bytes of what is kept besides the input, and comes back if all is computed again."""
-        size, features = run.size, self.expert.features + self.expert.activated(fused=run.fused)
-        rows = 2 * self._rows(size) + size.feature * self.num_chosen * features
+        size, rows = run.size, self._of_rows(run)
         if run.device == "cuda":  # the router's tokens in fp32
             rows += size.feature / size.element * 4 * size.hidden_size - size.residual
         return rows if self.shared is None else rows + size.residual + self.shared.again(run)
 
     def transients(self, size: ActivationBytes) -> float:
         """Bytes that the backward needs besides what was kept: gradients of rows, and of the weights of all experts."""
-        rows, activated = self._rows(size), size.feature * self.num_chosen * self.expert.ffn_size
-        matrix = size.gradient * self.num_experts * size.hidden_size / size.grid
+        rows, activated = self._rows(size), self._features(size) * self.expert.ffn_size
+        matrix = size.gradient.grouped * self.num_experts * size.hidden_size / size.grid
         down = rows + activated + matrix * self.expert.ffn_size
         up = rows - activated + matrix * self.expert.features
         # Before both: gradients of rows that came back, and their products with the rows, which weights' gradients sum.
@@ -193,11 +193,27 @@ class ExpertsSpec:
 
     def freed(self, size: ActivationBytes) -> float:
         """Bytes of what was kept that are free again once its backward is over."""
-        return 2 * self._rows(size) + size.feature * self.num_chosen * 3 * self.expert.ffn_size
+        return 2 * self._rows(size) + self._features(size) * 3 * self.expert.ffn_size
+
+    def padding(self, run: AttentionRun) -> float:
+        """Bytes of what is kept of rows more than the cost row says: of those that there is room for."""
+        return self._of_rows(run) * (1 - 1 / run.size.rows)
+
+    def left_out_of_rows(self, run: AttentionRun) -> float:
+        """Bytes of the activations of rows."""
+        return self._features(run.size) * self.expert.activated(fused=run.fused)
+
+    def _of_rows(self, run: AttentionRun) -> float:
+        """Bytes of what is kept of rows: inputs and outputs, and what is between."""
+        return 2 * self._rows(run.size) + self._features(run.size) * self.expert.features + self.left_out_of_rows(run)
+
+    def _features(self, size: ActivationBytes) -> float:
+        """Bytes of a feature of all rows."""
+        return size.feature * self.num_chosen * size.rows
 
     def _rows(self, size: ActivationBytes) -> float:
         """Bytes of the rows of a rank's experts: ranks of etp have those of each other's tokens, too."""
-        return size.feature * size.etp * self.num_chosen * size.hidden_size
+        return size.etp * self._features(size) * size.hidden_size
 
 
 def attention_kind(model: ModelConfig) -> type[AttentionSpec]:
@@ -291,14 +307,14 @@ class LayerSpec:
         return of_norm + self._left_out_of_mlp(run)
 
     def _left_out_of_mlp(self, run: AttentionRun) -> float:
-        size, parts, mlp = run.size, run.recomputed, self.mlp
+        parts, mlp = run.recomputed, self.mlp
         if self._whole in parts:
             return mlp.again(run)
         if mlp.kind == "dense":
             return 0.0
         left_out = 0.0
         if "moe_act" in parts:
-            left_out += size.feature * mlp.num_chosen * mlp.expert.activated(fused=run.fused)
+            left_out += mlp.left_out_of_rows(run)
         if "shared_experts" in parts and mlp.shared is not None:
             left_out += mlp.shared.again(run)
         return left_out

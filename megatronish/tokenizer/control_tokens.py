@@ -162,13 +162,27 @@ def _renamed(model: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizer
     return tokenizers.Tokenizer.from_str(json.dumps(data))
 
 
+def without_prefix(model: Any) -> Any:
+    """The SentencePiece model without the space that it puts before a text."""
+    # In the format of its file a later message of a field is merged into the first: this one is the normaliser's
+    # add_dummy_prefix (field 3 of field 3), which is false.
+    return type(model)(model_proto=model.serialized_model_proto() + b"\x1a\x02\x18\x00")
+
+
+def either_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Pattern, with a group, of any of these names, the longest first, as one may begin with another."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")  # (?!) is nowhere
+
+
 class SentencePieceControls:
     """Control pieces of a SentencePiece model, and tokens that its folder adds.
 
-    What is between them is tokenized piece by piece, as prompts are.
+    What is between them is tokenized piece by piece, as prompts are: by `inner` behind one of them. Tokens of `shown`
+    are read wherever a text spells them.
     """
 
-    def __init__(self, model: Any, added: Mapping[str, int], *, eos: int) -> None:
+    def __init__(self, model: Any, inner: Any, added: Mapping[str, int], shown: Mapping[str, int], *, eos: int) -> None:
         pieces = [number for number in range(model.get_piece_size()) if model.is_control(number)]
         self.names: Mapping[str, int] = {model.id_to_piece(number): number for number in pieces} | dict(added)
         named = next((name for name, number in self.names.items() if number == eos), None)
@@ -178,14 +192,19 @@ class SentencePieceControls:
         self.bos = model.id_to_piece(model.bos_id()) if model.bos_id() >= 0 else None
         # What was tokenized when places were counted in bytes has wrong masks: it is found under another identity.
         told = b"places in characters" + model.serialized_model_proto() + (repr(added).encode() if added else b"")
+        if inner is not model:
+            told += b"one prefix"
+        if shown:
+            told += b"shown" + repr(shown).encode()
         self.identity = hashlib.sha256(told).hexdigest()
-        self._model = model
+        self._model, self._inner = model, inner
+        self._shown = either_of(shown)
 
     def encode(self, text: str, places: Sequence[tuple[int, int]]) -> PlacedTokens:
         tokens, done = PlacedTokens([], [], []), 0
-        for begin, end in [*places, (len(text), len(text))]:
+        for begin, end in [*self._with_shown(text, places), (len(text), len(text))]:
             if done < begin:
-                for number, (first, last) in self._pieces(text[done:begin]):
+                for number, (first, last) in self._pieces(text[done:begin], self._inner if done else self._model):
                     # All but one of the bytes of a character have an empty place: they belong to the character.
                     _add(tokens, number, done + first, done + max(last, first + 1))
             if begin < end:
@@ -193,15 +212,22 @@ class SentencePieceControls:
             done = end
         return tokens
 
-    def _pieces(self, text: str) -> Iterable[tuple[int, tuple[int, int]]]:
+    def _with_shown(self, text: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The places, and those of tokens that a text spells between them."""
+        between = zip((0, *(end for _, end in places)), (*(begin for begin, _ in places), len(text)), strict=True)
+        spelled = [match.span() for span in between for match in self._shown.finditer(text, *span)]
+        return sorted([*places, *spelled])
+
+    @staticmethod
+    def _pieces(text: str, model: Any) -> Iterable[tuple[int, tuple[int, int]]]:
         """Pieces with their places in characters. Versions of the library up to 0.2.0 have another word for them.
 
         What newer versions call `proto` counts bytes.
         """
         try:
-            encoding = self._model.encode(text, return_type="offset_mapping")
+            encoding = model.encode(text, return_type="offset_mapping")
         except (TypeError, ValueError):
-            pieces = self._model.encode(text, out_type="immutable_proto").pieces
+            pieces = model.encode(text, out_type="immutable_proto").pieces
             return [(piece.id, (piece.begin, piece.end)) for piece in pieces]
         return zip(encoding["ids"], encoding["offsets"], strict=True)
 

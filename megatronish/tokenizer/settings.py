@@ -31,13 +31,15 @@ class AddedName(NamedTuple):
 class TokenizerSettings(NamedTuple):
     """Names of special tokens, by their keys; tokens that were added, by their ids; tokens that are put around a text.
 
-    `adds_bos` and `adds_eos` are None where the files do not say.
+    `adds_bos` and `adds_eos` are None where the files do not say. With `one_prefix` (`legacy: false` in the file) a
+    SentencePiece model puts a space before the beginning of a text alone, and not after each special token, too.
     """
 
     tokens: Mapping[str, str]
     added: Mapping[int, AddedName]
     adds_bos: bool | None
     adds_eos: bool | None
+    one_prefix: bool = False
 
     @property
     def eos(self) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ def read_settings(folder: Path) -> TokenizerSettings:
         added = {_id(number, folder): AddedName(name, name in special) for name, number in names.items()}
     flags = (config.get(key) for key in ("add_bos_token", "add_eos_token"))
     adds_bos, adds_eos = (flag if isinstance(flag, bool) else None for flag in flags)
-    return TokenizerSettings(tokens, added, adds_bos, adds_eos)
+    return TokenizerSettings(tokens, added, adds_bos, adds_eos, config.get("legacy") is False)
 
 
 def settings_of(model: Path) -> TokenizerSettings:

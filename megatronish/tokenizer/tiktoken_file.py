@@ -162,7 +162,7 @@ def _build(
 
     Such as <think>, which answers contain.
     """
-    letters = _byte_letters()
+    letters = byte_letters()
 
     def spell(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -196,7 +196,7 @@ def _build(
     return model
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """Letter of each byte, as byte-level BPE writes bytes: printable ones as they are, the others from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(256, 512))

@@ -92,7 +92,7 @@ def _digest(path: Path) -> str:
 def _try(kind: str, data: Any, files: Sequence[Path], size: int) -> None:
     seconds = BOUNDS.seconds + SECONDS_A_MEGABYTE * size / 1e6
     child = Contained(
-        "megatronish.tokenizer.tokenizer:tokenizer_trial_of_child", bounds=ChildBounds(BOUNDS.memory, seconds)
+        "megatronish.tokenizer.build:tokenizer_trial_of_child", bounds=ChildBounds(BOUNDS.memory, seconds)
     )
     try:
         child.ask((kind, data, [str(path) for path in files]))

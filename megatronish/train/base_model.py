@@ -36,6 +36,7 @@ from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import all_or_none
 from megatronish.parallel.sharding import Sharding, fill_initial
 from megatronish.train.checkpoint_state import base_tensors_of
+from megatronish.train.folder import refuse_other_function
 from megatronish.train.setup import TrainingJob
 
 
@@ -59,7 +60,9 @@ def load_base(job: TrainingJob, engine: Engine) -> Base:
     def read() -> Model:
         folder = find_checkpoint(source, step=keep.ckpt_step) if keep.load_hf is None and source.is_dir() else None
         if folder is not None:
-            refuse_adapters(read_state(folder), source)
+            state = read_state(folder)
+            refuse_adapters(state, source)
+            refuse_other_function(state["config"], job.facts["config"], source=folder)
         model = native.read(source, step=keep.ckpt_step) if keep.load_hf is None else open_hf(source)
         load_weights(_as_held(model.tensors, engine), into, source=source)
         return model

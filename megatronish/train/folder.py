@@ -52,7 +52,7 @@ FIXED = (
 TOLD_BY_SHAPES = ("num_layers", "hidden_size", "ffn_hidden_size")
 NAMES_OF_DATA = (
     *("data.data_path", "data.train_data_path", "data.split", "data.mock_data", "data.dataset_type"),
-    "data.packing",
+    *("data.blend_schedule", "data.packing"),
     *("fim.fim_data", "fim.fim_rate", "fim.fim_spm_rate", "fim.fim_split_sample", "fim.fim_fragment_rate"),
     *("fim.fim_no_prefix", "fim.fim_prefix_token", "fim.fim_middle_token", "fim.fim_suffix_token"),
     *("fim.fim_pad_token", "fim.fim_eod_token"),
@@ -149,6 +149,10 @@ def last_step(file: Path) -> int:
     return 0
 
 
+NONE_IS_ZERO = ("mtp_num_layers",)
+"""Fields of which none and 0 mean the same."""
+
+
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Fields in which two resolved configs differ, {section.field: (saved, now)}.
 
@@ -158,8 +162,9 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
     for section in sorted(saved.keys() | now.keys()):
         before, after = (defaults.get(section, {}) | config.get(section, {}) for config in (saved, now))
         for name in sorted(before.keys() | after.keys()):
-            if before.get(name) != after.get(name):
-                fields[f"{section}.{name}"] = (before.get(name), after.get(name))
+            was, is_now = before.get(name), after.get(name)
+            if was != is_now and not (name in NONE_IS_ZERO and not was and not is_now):
+                fields[f"{section}.{name}"] = (was, is_now)
     return fields
 
 

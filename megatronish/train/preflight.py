@@ -16,12 +16,12 @@ from megatronish.core.names import OPTIMIZER_NAMES
 from megatronish.core.remote import is_url, location
 from megatronish.estimate.costs.layout_costs import memory_of_stages
 from megatronish.estimate.costs.parameters import num_parameters
-from megatronish.estimate.links.facts import Facts, Needs, nested_facts
+from megatronish.estimate.links.facts import UNREADABLE, Facts, Needs, nested_facts
 from megatronish.estimate.links.preflight import Subject, preflight
 from megatronish.launch.device import choose_backend, choose_device, meeting_store
 from megatronish.launch.place import Place
 from megatronish.launch.rendezvous import refuse_addresses
-from megatronish.ops.library import load_kernels
+from megatronish.ops.library import fuses_dropout
 from megatronish.parallel.mesh import Mesh, leave
 from megatronish.specs.costs import DeviceType
 from megatronish.train.setup import TrainingJob
@@ -68,7 +68,7 @@ def _opened(config: Config, mesh: Mesh) -> tuple[Facts, Needs]:
         facts["data newest checkpoint"] = newest.name if newest else "none"
         job = TrainingJob.open(config, mesh)
     except (UserError, OSError) as error:
-        return facts | {"data train": f"unreadable ({without_passwords(str(error))})"}, Needs()
+        return facts | {"data train": f"{UNREADABLE} ({without_passwords(str(error))})"}, Needs()
     splits = job.datasets
     sets = {"train": splits.train, **splits.valid, **({} if splits.test is None else {"test": splits.test})}
     # An identity is a checksum of lengths, contents and order.
@@ -83,7 +83,7 @@ def _needs(config: Config, vocab_size: int, device: torch.device) -> Needs:
     moments = 0 if config.checkpoint.no_save_optim else OPTIMIZER_NAMES[config.optimizer.optimizer].moments
     number = num_parameters(model, vocab_size=vocab_size, seq_length=training.seq_length)
     device_type: DeviceType = "cpu" if device.type == "cpu" else "cuda"
-    expected = memory_of_stages(config, vocab_size=vocab_size, device=device_type, kernels=load_kernels() is None)
+    expected = memory_of_stages(config, vocab_size=vocab_size, device=device_type, kernels=fuses_dropout(device_type))
     disk = 0 if config.adapter.is_used else 4 * number * (1 + moments)
     memory = max(each.total + (each.host if device.type == "cpu" else 0) for each in expected)
     return Needs(disk, memory)

@@ -107,11 +107,11 @@ def begin(
         return Begun(Progress(), {} if base is None else base.origin, {}, job.schedule, base)
     with offering_another(axis):
         saved = all_or_none(axis, partial(read_run, checkpoint))
-    # --finetune is for the first start; a converted checkpoint never has more than weights.
+    # --finetune is for the first start. Flags say the data and the schedule of a training that began elsewhere, too.
     weights_only = saved.get("weights_only", False) or (keep.finetune and not has_begun)
 
     def check(state: dict[str, Any]) -> None:
-        if weights_only:
+        if weights_only or state.get(native.BEGAN_ELSEWHERE):
             refuse_adapters(state, keep.load or checkpoint)
             refuse_other_function(state["config"], job.facts["config"], source=checkpoint)
             return
@@ -164,7 +164,7 @@ def _schedule(
     job: TrainingJob, saved: dict[str, Any], checkpoint: Location, say: Callable[[str], None]
 ) -> LearningRateSchedule:
     """Schedule of a run that continues: its flags', or that of the checkpoint if they ask for it."""
-    if not job.config.checkpoint.use_checkpoint_opt_param_scheduler:
+    if not job.config.checkpoint.use_checkpoint_opt_param_scheduler or saved.get(native.BEGAN_ELSEWHERE):
         return job.schedule
     schedule = saved_schedule(saved)
     say(f"learning rate and weight decay follow the schedule of {checkpoint}: lr {schedule.lr}")
@@ -199,7 +199,7 @@ def resume(
         _refuse_other_optimizer(checkpoint, state["config"].get("optimizer", {}).get("optimizer"), engine)
     # 2. Tensors of this rank's layout, in place.
     tensors, restarts = _named(engine, state, with_optimizer=with_optimizer)
-    if weights_only:  # a run counts the choices of its routers anew, and converted weights have no counts
+    if weights_only or state.get(native.BEGAN_ELSEWHERE):  # routers count their choices again; converted ones have none
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(native.LOAD)}
     load_tensors(checkpoint, tensors, mesh=mesh, is_shared=is_shared)
     # 3. Masters were loaded: the parameters that forwards read, frozen ones included, are copies of them.
@@ -291,15 +291,14 @@ def _name(folder: Location) -> str:
 def _find(keep: CheckpointConfig, own: Location, *, has_begun: bool) -> Location | None:
     """Newest checkpoint of the run itself, or else of --load; UserError if a flag asks for one that does not exist."""
     # Four cases: nothing named, another run's folder (only for the first start), its own folder by another path, or one
-    # step in it.
+    # step in it. --load with the folder of --save, as Megatron-LM's scripts have it, is no error at the first start.
     source, step = own, keep.ckpt_step
     load = None if keep.load is None else location(keep.load)
-    if load is not None and _name(folder_of(load)) != _name(own):
-        source, step = (own, None) if has_begun else (load, step)
-    elif load is not None:
-        source = load
+    is_own = load is None or _name(folder_of(load)) == _name(own)
+    if load is not None:
+        source, step = (load, step) if is_own or not has_begun else (own, None)
     checkpoint = find_checkpoint(source, step=step) if source.is_dir() else None
-    if checkpoint is None and (keep.load is not None or keep.ckpt_step is not None or keep.exit_on_missing_checkpoint):
+    if checkpoint is None and (not is_own or _names_step(keep, own) or keep.exit_on_missing_checkpoint):
         told = (
             f"--load {source} holds no checkpoint; correct the path, or leave --load out to start from initial weights"
         )

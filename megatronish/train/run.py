@@ -19,6 +19,7 @@ from megatronish.core.aside import Aside
 from megatronish.core.errors import RunError, UserError, without_passwords
 from megatronish.core.figures import no_matplotlib
 from megatronish.core.remote import RemotePath, location, refuse_unwritable
+from megatronish.data.blend import blend_notes
 from megatronish.data.packed import packing_notes
 from megatronish.estimate.room import refuse_without_room
 from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
@@ -200,7 +201,7 @@ def _train(
     opening = "\n".join(f"note: {note}" for note in notes)
     with Aside("the table of expected costs").guard():
         opening = first_lines(config, job.costs, device=job.device_name, notes=notes, length=job.length)
-    say("\n".join([opening, *packing_notes(job.datasets.train)]))
+    say("\n".join([opening, *blend_notes(job.datasets.train), *packing_notes(job.datasets.train)]))
     with Aside("the audit of the chats").guard():
         report_chats(job, say)
     record.enter_phase("start", "building the model")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from megatronish.config.dump import resolved
 from megatronish.config.fields import one_of, with_fields
 from megatronish.config.model_source import TOKENIZER_FIELDS
 from megatronish.config.portable import absolute
-from megatronish.config.sections.data import DataConfig
+from megatronish.config.sections.data import BlendPhase, DataConfig, parse_blend, parse_blend_schedule
 from megatronish.core.aside import Aside
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.names import OBJECTIVE_NAMES
@@ -25,13 +25,13 @@ from megatronish.data.datasets import DatasetSplits, build_datasets
 from megatronish.data.fill_in_middle import MiddleRule
 from megatronish.data.loader import BatchShare, Collator, micro_batches, places_together, shortened
 from megatronish.data.masked import MaskedCollator
-from megatronish.data.sample import Dataset, Sample, samples_of_epochs
+from megatronish.data.sample import Dataset, Sample, build_indices, samples_of_epochs
 from megatronish.data.spans import SpanCollator, sample_length, sides_of
 from megatronish.data.text_pairs import TextPairCollator
 from megatronish.engine.build import build_engine
 from megatronish.engine.engine import Engine
-from megatronish.estimate.costs.devices import peak_tflops
 from megatronish.estimate.costs.layout_costs import LayoutCosts
+from megatronish.estimate.planner.devices import peak_tflops
 from megatronish.formats.start import read_start
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.masked import SentenceObjective
@@ -39,7 +39,7 @@ from megatronish.objectives.objective import LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.per_dataset import PerDataset
 from megatronish.objectives.table import objective_of
-from megatronish.ops.library import load_kernels
+from megatronish.ops.library import fuses_dropout
 from megatronish.optim.schedules import (
     BatchSizeSchedule,
     LearningRateSchedule,
@@ -49,7 +49,8 @@ from megatronish.optim.schedules import (
 from megatronish.parallel.mesh import Mesh
 from megatronish.specs.costs import DeviceType
 from megatronish.specs.flops import model_flops_per_token
-from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 from megatronish.train.hooks.log import Speed
 from megatronish.train.own_files import OwnFiles
 from megatronish.train.trainer import Progress
@@ -119,22 +120,11 @@ class TrainingJob:
         tokenizer = build_tokenizer(config.data)
         refuse_other_tokenizer(config, tokenizer)
         vocab_size = config.data.vocab_size or tokenizer.vocab_size
-        datasets = build_datasets(
-            config.data,
-            seq_length=sample_length(config.model, config.data, seq_length=config.training.seq_length),
-            seed=config.training.seed,
-            vocab_size=vocab_size,
-            eod=tokenizer.eod,
-            chats=_chat_setup(config, tokenizer),
-            masks=None if config.model.is_causal else tokenizer.mask_tokens(),
-        )
+        datasets = open_datasets(config, tokenizer)
         if config.fim.fim_data:
             datasets = datasets.with_middles(MiddleRule.of(config.fim, tokenizer), seed=config.training.seed)
         _refuse_other_data(config, datasets.train)
-        if config.training.num_epochs is not None:  # from here on its length is known in samples
-            samples = samples_of_epochs(datasets.train, config.training.num_epochs)
-            config = with_fields(config, train_samples=samples)
-        return cls(config, mesh, tokenizer, vocab_size, datasets)
+        return cls(with_length(config, datasets.train), mesh, tokenizer, vocab_size, datasets)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -161,7 +151,7 @@ class TrainingJob:
     def costs(self) -> LayoutCosts:
         """Costs of the layout, of which the first lines have a table."""
         device_type: DeviceType = "cuda" if self.mesh.device.type == "cuda" else "cpu"
-        kernels = load_kernels() is None
+        kernels = fuses_dropout(device_type)
         return LayoutCosts.of(self.config, vocab_size=self.vocab_size, device=device_type, kernels=kernels)
 
     @property
@@ -171,12 +161,7 @@ class TrainingJob:
 
     def num_steps(self, progress: Progress) -> int:
         """Number of the last step; of samples and epochs counted from `progress`: batch sizes may have changed."""
-        training = self.config.training
-        if training.train_iters:
-            return training.train_iters
-        sizes, samples = self.batch_sizes, training.train_samples or 0
-        count = sizes.num_steps_left if training.num_epochs is None else sizes.num_steps_to
-        return progress.step + count(progress.consumed_samples, samples)
+        return last_step(self.config, progress)
 
     @property
     def length(self) -> str | None:
@@ -291,6 +276,77 @@ def _chat_setup(config: Config, tokenizer: Tokenizer) -> ChatSetup:
 
 
 WHAT = {"text": "texts or chats", "pairs": "pairs of chosen and rejected", "labelled": "completions with a label"}
+
+
+def open_datasets(config: Config, tokenizer: Tokenizer | None = None) -> DatasetSplits:
+    """The data sets of a run, whose indices are built where they are not kept yet."""
+    tokenizer = tokenizer or build_tokenizer(config.data)
+    return build_datasets(
+        config.data,
+        seq_length=sample_length(config.model, config.data, seq_length=config.training.seq_length),
+        seed=config.training.seed,
+        vocab_size=config.data.vocab_size or tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        chats=_chat_setup(config, tokenizer),
+        masks=None if config.model.is_causal else tokenizer.mask_tokens(),
+        phases=blend_phases(config),
+    )
+
+
+def with_length(config: Config, train: Dataset) -> Config:
+    """The config with --num-epochs in samples, which are known once the training data are open."""
+    if config.training.num_epochs is None:
+        return config
+    return with_fields(config, train_samples=samples_of_epochs(train, config.training.num_epochs))
+
+
+def last_step(config: Config, progress: Progress) -> int:
+    """Number of the last step of a config that has its length; of samples and epochs counted from `progress`."""
+    training = config.training
+    if training.train_iters:
+        return training.train_iters
+    sizes = batch_sizes_of(training, global_batch_size=config.global_batch_size)
+    count = sizes.num_steps_left if training.num_epochs is None else sizes.num_steps_to
+    return progress.step + count(progress.consumed_samples, training.train_samples or 0)
+
+
+class SamplesOfRun(NamedTuple):
+    """Numbers of samples that a run reads: of the training data, and of each other data set, in every evaluation."""
+
+    training: int
+    evaluation: int
+
+    @classmethod
+    def of(cls, config: Config, train: Dataset) -> "SamplesOfRun":
+        """Those of a run from its first step to its last."""
+        config, training = with_length(config, train), config.training
+        sizes = batch_sizes_of(training, global_batch_size=config.global_batch_size)
+        evaluated = training.eval_iters * (training.eval_global_batch_size or config.global_batch_size)
+        return cls(sizes.consumed_samples(last_step(config, Progress())), evaluated)
+
+
+def build_indices_of_run(config: Config) -> SamplesOfRun:
+    """Build all sample indices that a run reads, where they are not kept yet; the samples for which they are."""
+    datasets = open_datasets(config)
+    samples = SamplesOfRun.of(config, datasets.train)
+    build_indices(datasets.train, samples.training)
+    for dataset in (*datasets.valid.values(), datasets.test):
+        if dataset is not None:
+            build_indices(dataset, samples.evaluation)
+    return samples
+
+
+def blend_phases(config: Config) -> list[BlendPhase]:
+    """Phases of --blend-schedule by sample: those before a step are the samples of all steps before it."""
+    data = config.data
+    if data.blend_schedule is None:
+        return []
+    sizes = batch_sizes_of(config.training, global_batch_size=config.global_batch_size)
+    num_prefixes = len(parse_blend(data.data_path or data.train_data_path))
+    return [
+        BlendPhase(sizes.consumed_samples(step), weights)
+        for step, weights in parse_blend_schedule(data.blend_schedule, num_prefixes=num_prefixes)
+    ]
 
 
 def _refuse_other_data(config: Config, data: Dataset) -> None:

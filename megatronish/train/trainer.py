@@ -150,6 +150,7 @@ class Trainer:
             consumed_samples=self.progress.consumed_samples,
             global_batch_size=self.schedule.batch_size.at,
             num_ahead=self.num_ahead,
+            num_steps=self.schedule.num_steps - self.progress.step,
         )
         # A failure in the loop is shown to hooks while the data still come, and its threads end in any case.
         with batches, self._errors_shown_to_hooks():

@@ -127,9 +127,10 @@ class Watchdog:
         wait = SHORTEST
         while not self._stop.wait(wait):
             try:
-                # The first beat follows at once when there is a board: a rank without one seems not to have come.
-                has_others = self.layout.world_size > 1 and self._board is None
-                wait = SHORTEST if self._look() or has_others else self._interval
+                # The first beat follows at once when there is a board: a rank without one seems not to have come. And
+                # a guard, which believes the limit of the last pulse, gets that of a step soon after the start's.
+                is_early = self._board is None and (self.layout.world_size > 1 or not self.record.num_steps_seen)
+                wait = SHORTEST if self._look() or is_early else self._interval
             except Exception:  # a board that fails must not end a run that does not hang
                 self._alone()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from chat_tokenizers import byte_level
 from forked import Command
+from hostile_values import with_odd_value
 from inputs import Good, Input, pretrain
 from template_bombs import DEEP, ENDLESS, FILLING
 
@@ -199,7 +200,41 @@ def paths_and_digits(_good: Good, folder: Path, numbers: random.Random) -> Input
     return Input(f"{flag} {value[:40]!r}", Command(argv if data != "--mock-data" else (*argv, flag, value), folder))
 
 
+def inspections(good: Good, folder: Path, numbers: random.Random) -> Input:
+    """Pairs and manifests for `inspect`, with odd headers and values; parts, places and numbers that are none."""
+    text, index = folder / "text", bytearray((good.folder / "text.idx").read_bytes())
+    how, flags = numbers.choice(("header", "values", "manifest", "part", "number", "histogram")), list[str]()
+    prefix, odd = str(text), ""
+    if how in ("header", "values"):
+        first, end = (9, 34) if how == "header" else (34, len(index) - 8)
+        place, odd = numbers.randrange(first, end - 8), numbers.choice(("ff" * 8, "00" * 8, "ffffffffffffff7f"))
+        index[place : place + 8] = bytes.fromhex(odd)
+        odd = f"{odd} at {place}"
+    elif how == "manifest":
+        prefix += ".shards.json"
+        bins = [{"path": "text.bin", "bytes": (good.folder / "text.bin").stat().st_size, "sha256": None}]
+        manifest = {"format": "megatronish shards 1", "index": {"path": "text.idx", "sha256": None}, "bins": bins}
+        content, odd = with_odd_value(json.dumps(manifest), numbers)
+        Path(prefix).write_text(content, errors="surrogatepass")
+    elif how == "part":
+        odd = numbers.choice(
+            ("[nan:inf]", "[0:9e99]", "[1:0]", "[:]", "[", "[0:1][0:1]", f"[0:{'9' * 5000}]", "\x1b[2J")
+        )
+        prefix += odd
+    elif how == "number":
+        flag = numbers.choice(("document", "sample", "near-duplicates", "seq-length", "seed", "vocab-size"))
+        flags = [f"--{flag}", odd := numbers.choice(COUNTS)]
+    else:
+        flags = [
+            "--histogram",
+            odd := numbers.choice(("/dev/null/x.png", "/proc/x.png", f"{text}.bin", "x" * 5000, "", "\udcff")),
+        ]
+    good.copy("text.bin", to=folder)
+    (folder / "text.idx").write_bytes(index)
+    return Input(f"{how} {odd[:60]}", Command(("inspect", prefix, *flags), folder))
+
+
 HOSTILE: dict[str, Callable[[Good, Path, random.Random], Input]] = {
     each.__name__: each
-    for each in (templates, tokenizer_files, pickles, long_lines, headers, drawings, paths_and_digits)
+    for each in (templates, tokenizer_files, pickles, long_lines, headers, drawings, paths_and_digits, inspections)
 }

@@ -138,7 +138,7 @@ def foreign_pickles(good: Good, folder: Path, numbers: random.Random) -> Input:
 def distributed_pickles(good: Good, folder: Path, numbers: random.Random) -> Input:
     """Bombs in .metadata, common.pt and rectangles of Megatron-LM's torch_dist, and listings that lie."""
     (load,) = good.copy("megatron-dist", to=folder)
-    iteration = load / "release"
+    (iteration,) = (folder for folder in load.iterdir() if folder.is_dir())
     what, data = numbers.choice(list(pickled_bombs(folder / CANARY).items()))
     place = numbers.choice((".metadata", "common.pt", "rectangle", "listing"))
     if place == ".metadata":

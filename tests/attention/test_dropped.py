@@ -16,6 +16,7 @@ from megatronish.ops import native as native_operators
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.native import Native
 from megatronish.parallel.streams import mask_keys
+from megatronish.specs.chunk_sizes import CPU
 
 SEQUENCE, BATCH, HEADS, SIZE = 150, 3, 4, 8  # three blocks of queries, the last of them short
 KEYS = mask_keys([(7, "dropout", 3, 1, "attention")])[0]
@@ -80,9 +81,8 @@ def test_blocks_are_attention_with_explicit_probabilities(
 def test_blocks_of_some_samples_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, mask in MASKS.items():
         whole = results("auto", mask, inputs(2), sinks=True)
-        monkeypatch.setattr(
-            dropout_attention, "CPU_BLOCK_BYTES", 2 * HEADS * SEQUENCE * dropout_attention.BLOCK_QUERIES * 4
-        )
+        two = CPU._replace(score_bytes=2 * HEADS * SEQUENCE * CPU.score_queries * 4)
+        monkeypatch.setattr(dropout_attention, "chunk_sizes", lambda _, two=two: two)
         for found, expected in zip(results("auto", mask, inputs(2), sinks=True), whole, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
         monkeypatch.undo()
@@ -140,7 +140,7 @@ def test_the_memory_in_between_is_that_of_blocks() -> None:
 
     with Watch():
         attend_alone(q, k, v, mask=mask, dropout=dropout).sum().backward()
-    assert largest <= heads * dropout_attention.BLOCK_QUERIES * length * 4 < length * length * heads * 4 // 16
+    assert largest <= heads * CPU.score_queries * length * 4 < length * length * heads * 4 // 16
 
 
 @pytest.mark.long

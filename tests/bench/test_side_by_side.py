@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 from benchmarks import side_by_side, turns
 from benchmarks.contestants.case import SIZES, Case
 from benchmarks.contestants.entries import BASELINE, ENTRIES, groups
-from benchmarks.side_by_side_report import BEGIN, END, write_report
+from benchmarks.side_by_side_report import BEGIN, END, draw, tables_of, write_report
 
 FP32 = Case("one", "tiny", "fp32")
 
@@ -105,6 +106,20 @@ def test_the_report_is_made_of_several_runs(tmp_path: Path) -> None:
     assert "a peer" not in newest and newest.count("| megatronish |") == 1
     assert earlier.count("| megatronish |") == 2 and "four cores" in earlier and "**0.50** (0.50 to 0.50)" in earlier
     assert (tmp_path / "pictures" / "side_by_side.png").stat().st_size > 1000
+
+
+def test_no_title_of_the_chart_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **_options: drawn.append(figure))
+    tables = tables_of(ROOT / "benchmarks" / "side_by_side.jsonl")
+    draw([(table.record, table.lines) for table in tables], tmp_path / "chart.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    boxes = [axes.get_tightbbox() for axes in figure.axes]  # with titles and labels
+    assert len(boxes) == len(tables)
+    assert min(box.x0 for box in boxes) >= 0 and max(box.x1 for box in boxes) <= figure.bbox.x1
 
 
 @pytest.mark.parametrize("told", ["megatronic", "megatronish,DDP", "megatronish,"])

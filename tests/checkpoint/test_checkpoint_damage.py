@@ -134,10 +134,13 @@ def test_sums_of_a_stream_are_those_of_its_spans(tmp_path: Path) -> None:
     sums = Checksums(tmp_path, {"a": stream.spans})
     sums.verify()
     assert sums.read_file("a") == b"one" + b"three" * 1000
-    with sums.opened("a") as read:
-        assert (read(3, 5000), read(0, 3)) == (b"three" * 1000, b"one")
-        with pytest.raises(DamagedError, match="does not know the 2 bytes at 3 of a"):
-            read(3, 2)
+    with sums.opened("a") as opened:
+        assert (opened.read(3, 5000), opened.read(0, 3)) == (b"three" * 1000, b"one")
+        assert opened.stream(3, 5000).read() == b"three" * 1000
+        opened.verify(3, 5000)
+        for use in (opened.read, opened.verify):
+            with pytest.raises(DamagedError, match="does not know the 2 bytes at 3 of a"):
+                use(3, 2)
 
 
 def save_where_the_other_does_not_look(place: Place, folder: Path) -> str:

@@ -18,7 +18,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
-from object_stores import NEEDS_S3, Store, names_in, serving_s3
+from object_stores import NEEDS_S3, Store, names_in
 from planted_kills import kill_after
 from saved_runs import read_whole, save_value, saved_value
 
@@ -26,15 +26,8 @@ from megatronish.checkpoint.checksums import Checksums, DamagedError
 from megatronish.checkpoint.folder import new_attempt, remove_incomplete, remove_old, saved_at, steps_in, whole_attempts
 from megatronish.checkpoint.save import SaveError
 from megatronish.core.errors import RunError, UserError
-from megatronish.core.remote import RemotePath, location, objects_below, refuse_unwritable
+from megatronish.core.remote import RemotePath, is_outage, location, objects_below, refuse_unwritable
 from megatronish.train.folder import RunMirror
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A server of S3 on loopback, with one empty bucket."""
-    with serving_s3(tmp_path_factory.mktemp("s3") / "log") as store:
-        yield store
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=NEEDS_S3)])
@@ -240,6 +233,26 @@ def test_a_store_that_does_not_answer_is_no_damage(folder: RemotePath, monkeypat
     assert saved_value(folder) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("status", "raised"),
+    [(404, FileNotFoundError), (403, PermissionError), (503, OSError), (None, OSError)],
+)
+def test_a_web_server_that_does_not_answer_is_no_missing_object(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, raised: type[OSError]
+) -> None:
+    """fsspec has FileNotFoundError for all of them."""
+    gone = FileNotFoundError("https://host/x")
+    gone.__cause__ = RuntimeError("Cannot connect to host")
+    if status is not None:
+        gone.__cause__.status = status  # type: ignore[attr-defined]
+    monkeypatch.setattr(RemotePath, "_opened", lambda _: (Mock(info=Mock(side_effect=gone)), "x"))
+    sentence = "there is no such object" if status == 404 else "RuntimeError: Cannot connect to host"
+    with pytest.raises(raised, match=sentence) as told:
+        RemotePath("https://host/x").stat()
+    assert type(told.value) is raised
+    assert is_outage(told.value) == (status in (503, None))
+
+
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the store's, nor one in it: a checkpoint whose files are not listed would look unfinished."""
     inside, folder = f"{tmp_path}/run/step_00000004", RemotePath(f"{tmp_path.as_uri()}/run")
@@ -296,9 +309,9 @@ def test_a_rank_reads_the_ranges_that_it_needs(folder: RemotePath) -> None:
     save_value(folder, 3.0)
     checkpoint = steps_in(folder)[4]
     sums = Checksums.read(checkpoint)
-    with sums.opened("__0_0.distcp") as read:
+    with sums.opened("__0_0.distcp") as opened:
         first = sums.files["__0_0.distcp"][0]
-        assert len(read(0, first.length)) == first.length
+        assert len(opened.read(0, first.length)) == first.length
     assert read_whole(checkpoint)["model.weight"].tolist() == [3.0] * 64
 
 

@@ -17,7 +17,8 @@ from megatronish.data.loader import Collator
 from megatronish.data.packed import PackedSamples
 from megatronish.data.sample import DatasetSettings, DatasetSource
 from megatronish.data.shards import DataShard, write_manifest
-from megatronish.tokenizer.tokenizer import BytesTokenizer, build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
+from megatronish.tokenizer.plain import BytesTokenizer
 
 EOD = 256
 TEXTS = ("def f(x):\n    return x\n", "a line of text that is longer than others, so it is cut\n", "x = \x1b[31m1\n")

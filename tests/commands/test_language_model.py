@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from chat_models import write_chat_model
+from family_templates import QWEN_3
 
 from megatronish import LanguageModel
 from megatronish.commands.language_model import words_of
@@ -21,6 +22,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_learns_an_answer_and_takes_it_along(base: Path, tmp_path: Path) -> None:
     given = {"train_iters": 60, "lr": 2e-2, "seq_length": 64, "micro_batch_size": 4, "global_batch_size": 8}
     with LanguageModel.load(base) as model:
+        assert repr(model) == f"LanguageModel('{base}')"
         before = model.chat("colour", temperature=0, num_tokens=20)
         tuned = model.finetune(CHATS, run_dir=tmp_path / "run", **given)
         assert model.chat("colour", temperature=0, num_tokens=20) == before != ANSWER
@@ -36,6 +38,7 @@ def test_an_adapter_is_learned_on_two_ranks_and_merged(base: Path, tmp_path: Pat
     given = {"train_iters": 2, "lr": 2e-2, "seq_length": 64, "micro_batch_size": 4, "global_batch_size": 8}
     model = LanguageModel.load(base)
     with model.finetune(CHATS, run_dir=tmp_path / "run", adapter_type="lora", tp=2, **given) as tuned:
+        assert repr(tuned) == f"LanguageModel('{base}', adapter='{tmp_path / 'run'}')"
         adapted = tuned.generate(["one", "two"], temperature=0, num_tokens=6)
         with pytest.raises(UserError, match="a model with an adapter is not taught further"):
             tuned.finetune(CHATS, run_dir=tmp_path / "other")
@@ -62,6 +65,21 @@ def test_what_is_no_option_is_refused_by_name(base: Path, tmp_path: Path) -> Non
             model.finetune(CHATS, run_dir=tmp_path / "run", train_itres=2)
         with pytest.raises(UserError, match="the messages cannot be answered"):
             model.chat([{"role": "user", "content": "x" * 3000}])
+
+
+def test_messages_are_read_as_those_of_chats_to_learn_from(tmp_path: Path) -> None:
+    """Calls of tools too, whose arguments are a JSON text for OpenAI's clients."""
+    with LanguageModel.load(write_chat_model(tmp_path / "model", template=QWEN_3)) as model:
+        asked = {"role": "user", "content": "Weather?"}
+        written = []
+        for arguments in ('{"x": 1}', {"x": 1}):
+            call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+            messages = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, asked]
+            written.append(model.chat(messages, temperature=0, num_tokens=8))
+        assert written[0] == written[1]
+        assert model.chat([{**asked, "tool_calls": None}], temperature=0, num_tokens=8)
+        with pytest.raises(UserError, match="the messages cannot be answered: message 1 has the role None"):
+            model.chat([{"content": "Weather?"}])
 
 
 def test_keywords_become_flags() -> None:

@@ -12,7 +12,7 @@ from paths import ROOT
 from megatronish.commands.merge import main
 from megatronish.data.indexed import IndexedWriter, bin_path, idx_path
 from megatronish.data.preprocess import preprocess
-from megatronish.tokenizer.tokenizer import BytesTokenizer
+from megatronish.tokenizer.plain import BytesTokenizer
 
 TEXTS = ["first", "", "second é", "third", "", "the fourth and last"]
 
@@ -64,6 +64,13 @@ def test_an_empty_list_of_pairs_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "--input is empty; name a folder of pairs, or their prefixes" in capsys.readouterr().err
 
 
+def test_object_storage_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--input", "s3://bucket/a", "--output-prefix", str(tmp_path / "all")]) == 2
+    assert "error: --input s3://bucket/a is on object storage, and pairs are merged on" in capsys.readouterr().err
+    assert main(["--input", str(tmp_path), "--output-prefix", "s3://bucket/all"]) == 2
+    assert "error: --output-prefix s3://bucket/all is a URL" in capsys.readouterr().err
+
+
 def test_what_an_earlier_call_wrote_into_the_folder_is_no_input(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     shards(folder)
@@ -86,6 +93,9 @@ def test_input_that_cannot_be_merged_is_refused_before_anything_is_written(
     folder.mkdir()
     write_pair(folder / "a")
     idx_path(write_pair(folder / "b")).unlink()
+    joined = tmp_path / "joined"
+    joined.mkdir()
+    idx_path(write_pair(joined / "a")).rename(joined / "a.shards.idx")
     for inputs, sentence in (
         ([good, wide], f"{wide} holds int32 tokens and {good} holds uint16: they come from different vocabularies"),
         ([good, half], f"data file {half}.bin does not exist"),
@@ -93,6 +103,7 @@ def test_input_that_cannot_be_merged_is_refused_before_anything_is_written(
         ([good, images], f"{images} has a modality for each sequence"),
         ([str(tmp_path / "empty")], "holds no .bin/.idx pair; name a folder of pairs, or their prefixes"),
         ([str(folder)], f"data file {folder}/b.idx does not exist"),
+        ([str(joined)], f"{joined}/a.shards.json, which joins shards and is no pair; move it to another folder"),
         ([good, str(tmp_path / "out")], "out.idx does not exist"),
     ):
         assert main(["--input", *inputs, "--output-prefix", f"{tmp_path}/out"]) == 2, sentence
@@ -101,6 +112,8 @@ def test_input_that_cannot_be_merged_is_refused_before_anything_is_written(
         assert sentence in told
     assert main(["--input", good, "--output-prefix", good]) == 2
     assert f"--output-prefix {good} is one of the pairs to merge" in capsys.readouterr().err
+    assert main(["--input", good, "--output-prefix", f"{tmp_path}/out/"]) == 2
+    assert f"--output-prefix '{tmp_path}/out/' names a folder and no files" in capsys.readouterr().err
     assert main(["--input", good, "--output-prefix", f"{good}.bin/x"]) == 2
     assert "cannot be written: " in capsys.readouterr().err
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("out") or path.suffix == ".tmp"]

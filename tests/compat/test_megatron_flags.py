@@ -1,6 +1,6 @@
 """Tests of Megatron-LM's flags: each is known, real launch scripts run as they are, and what is said of them is true.
 
-tests/golden/launch_flags.json has the names and values of flags of twelve launch scripts, and of the test configs of
+tests/golden/launch_flags.json has the names and values of flags of sixteen launch scripts, and of the test configs of
 GPT training of Megatron-LM (`settings`, to which `configs` refer by number). tests/golden/megatron_flags.txt has the
 names of all flags of Megatron-LM of August 2026, and of older ones.
 """
@@ -167,6 +167,15 @@ def test_flags_of_latent_attention_mean_fields_here() -> None:
     assert usual.rope_scaling == "none"
     notes = read("--q-lora-rank 12 --v-head-dim 16").notes
     assert "q_lora_rank=12, v_head_dim=16: idle, as --multi-latent-attention is not given" in notes
+
+
+def test_the_first_deepseek_of_pai_says_latent_attention_by_its_sizes() -> None:
+    flags = "--kv-lora-rank 16 --qk-nope-head-dim 16 --qk-rope-head-dim 8 --v-head-dim 16 --enable-shared-expert"
+    common = "--position-embedding-type rope --qk-layernorm --disable-bias-linear"
+    model = read(f"{flags} {common}").config.model
+    assert (model.multi_latent_attention, model.qk_head_dim, model.qk_pos_emb_head_dim) == (True, 16, 8)
+    (told,) = problems([*BASE, *f"{common} {flags} --num-shared-experts 2".split()])
+    assert told.endswith("use --moe-shared-expert-intermediate-size, so many times --moe-ffn-hidden-size")
 
 
 def test_settings_of_experts_are_idle_in_a_dense_model() -> None:
@@ -475,12 +484,13 @@ MEGATRONS = {
     ),
     **dict.fromkeys(
         (
-            *("--moe-shared-expert-overlap", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"),
+            *("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"),
             *("--moe-token-dispatcher-type alltoall", "--moe-flex-dispatcher-backend deepep", "--moe-enable-deepep"),
-            *("--overlap-moe-expert-parallel-comm", "--moe-paged-stash", "--moe-pad-expert-input-to-capacity"),
+            *("--overlap-moe-expert-parallel-comm", "--moe-paged-stash"),
         ),
         "idle: it changes the speed of experts alone",
     ),
+    "--moe-shared-expert-overlap": "idle: shared experts are always computed while rows go to the other experts",
     "--moe-per-layer-logging": "idle: the tokens of each expert",
     "--delay-wgrad-compute": "zb-h1 or zb-v computes weight gradients later",
     "--moe-router-dtype fp32": "idle: it asks for what is done anyway",
@@ -501,7 +511,9 @@ MEGATRONS = {
     "--moe-upcycling-granularity 2": "refused: each expert is a copy of the whole MLP",
     "--moe-router-force-biased 0.5": "refused: biased random routing is not there",
     "--moe-latent-size 12": "refused: experts compute on whole tokens",
-    "--moe-expert-rank-capacity-factor 1.0": "refused: a limit of each rank is another model in every layout",
+    "--moe-expert-rank-capacity-factor 1.0": "idle, as expert_model_parallel_size is 1",
+    "--moe-pad-expert-input-to-capacity": "sends as many rows as a capacity leaves, and none is given",
+    "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0": "idle, as expert_model_parallel_size is 1",
 }
 
 

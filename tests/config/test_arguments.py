@@ -68,6 +68,7 @@ def test_all_wrong_flags_are_told_together_with_those_that_are_missing() -> None
         "--brush thin must be one of flat or round",
         "--walls and --colour are not given",
     ]
+    assert told(Painting, "--walls a --dry --no-dry") == ["--colour is not given"]
     assert told(Framing, "--width x") == ["--width x must be a whole number such as 4", "PICTURE is not given"]
     assert told(Framing, "--width x a.png") == ["--width x must be a whole number such as 4"]
 

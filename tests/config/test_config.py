@@ -96,7 +96,11 @@ def test_help_and_import_are_quick_and_need_no_torch() -> None:
     program = "import sys; from megatronish.config.read import read_config\nassert 'torch' not in sys.modules\n"
     unit, before = seconds_of_a_million_entries(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-c", program + "read_config(['-h'])"], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-c", program + "read_config(['--help-all'])"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # of work, whoever else is busy
@@ -144,6 +148,14 @@ def test_a_loss_scale_without_fp16_is_idle_and_noted(flags: list[str], precision
     told = "initial_loss_scale=65536.0, hysteresis=3: idle, as"
     assert f"{told} {precision} needs no loss scale; --fp16 would use it" in notes
     assert not any("idle" in note for note in read_config(small("--mock-data", "--hysteresis", "2")).notes)
+
+
+@pytest.mark.parametrize(("frequency", "is_idle"), [("1", True), ("2", False)])
+def test_mlps_to_compute_again_are_noted_where_each_layer_has_experts(frequency: str, is_idle: bool) -> None:
+    again = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
+    _, notes = read_config(small("--mock-data", *again, "--num-experts", "4", "--moe-layer-freq", frequency))
+    told = "recompute_modules=mlp: idle, as every layer has experts; moe computes those again"
+    assert (told in notes) == is_idle
 
 
 def test_megatrons_flags_of_fp16_mean_the_same_here(tmp_path: Path) -> None:

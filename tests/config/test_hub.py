@@ -192,11 +192,17 @@ def test_a_tokenizer_of_the_hub_makes_tokens_trains_on_them_and_generates(hub: H
 
 
 def test_a_tokenizer_that_the_hub_does_not_have_is_told_in_a_sentence(hub: Hub, tmp_path: Path) -> None:
-    found = called(
-        hub.url, tmp_path, "pretrain", "--tokenizer-model", "org/gone", "--mock-data", "--lr", "1", "--train-iters", "1"
-    )
+    found = called(hub.url, tmp_path, "pretrain", "--tokenizer-model", "org/gone", "--data-path", "text", "--lr", "1")
     assert found.status == 2 and "Traceback" not in found.errors, found
     assert "--tokenizer-model org/gone does not exist here and is no model of" in found.errors
+
+
+def test_made_up_data_ask_for_no_tokenizer(hub: Hub, tmp_path: Path) -> None:
+    number, argv = len(hub.asked), ["--mock-data", "--vocab-size", "64", "--dry-run", "--device", "cpu"]
+    words = ["--config", "quick", "--tokenizer-type", "huggingface", "--tokenizer-model", "org/tiny", *argv]
+    found = called(hub.url, tmp_path, "pretrain", *words)
+    assert found.status == 0, found
+    assert hub.asked[number:] == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatronish.config.sections.model import ModelConfig, canonical, marked_layers
+from megatronish.config.layer_pattern import canonical, marked_layers, parse_frequency
+from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2}
@@ -54,6 +55,17 @@ def test_a_number_marks_the_layers_that_remain_where_it_says_which_are_left_out(
 def test_what_is_no_pattern_is_told(text: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         marked_layers(text, num_layers=4, every_nth=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "frequency"), [("2", 2), ("2*3+1", 7), ("([0]*1+[1]*3)", [0, 1, 1, 1]), ("[1]+2", None), ("[[1]]", None)]
+)
+def test_a_frequency_of_experts_is_a_number_or_a_list(text: str, frequency: int | list[int] | None) -> None:
+    if frequency is None:
+        with pytest.raises(ValueError, match="is neither a number nor a list"):
+            parse_frequency(text)
+    else:
+        assert parse_frequency(text) == frequency
 
 
 def test_layers_have_window_and_rope_as_the_patterns_say() -> None:

@@ -52,6 +52,7 @@ OTHERS: list[dict[str, Any]] = [
     },
     {"model_type": "t5", "position_embedding_type": "relative", "dataset_type": "chat", "vocab_extra_ids": 9},
     {"packing": "best-fit"},
+    {"blend_schedule": "0: 1", "train_data_path": ("a",)},
     {"fim_data": True},
     {"fim_data": True, "fim_fragment_rate": 0.5},
     {
@@ -66,6 +67,8 @@ OTHERS: list[dict[str, Any]] = [
         **{"multi_latent_attention": True},
     },
     {"qk_layernorm": True, "qk_layernorm_after_rope": True},
+    {"use_mup": True, "mup_width_mult": 2.0},
+    {"use_mup": True, "mup_base_hidden_size": 16, "multi_latent_attention": True, "model_type": "gpt"},
     {"mtp_num_layers": 1},
     {"mtp_num_layers": 1, "position_embedding_type": "rope", "objective": "dpo"},
     {"multi_latent_attention": True, "position_embedding_type": "rope", "rope_mscale": 2.0},

@@ -80,6 +80,9 @@ AGAIN = "--recompute-granularity selective --recompute-modules"
             r"^recompute_modules=mlp,layernorm belongs to selective .*=none; add --recompute-granularity selective, or",
         ),
         (f"{AGAIN} mlp mlp", r"^recompute_modules has mlp 2 times; name it once"),
+        ("--use-mup --mup-width-mult nan", r"^mup_width_mult=nan must be finite; the default is 1.0$"),
+        ("--use-mup --mup-width-mult inf", r"^mup_width_mult=inf must be finite; the default is 1.0$"),
+        ("--use-mup --mup-base-head-dim nan", r"^mup_base_head_dim=nan must be finite; change --mup-base-head-dim$"),
         (
             f"{AGAIN} moe",
             r"^recompute_modules=moe needs experts, and num_experts=none; leave it out of --recompute-mod",
@@ -232,7 +235,11 @@ AGAIN = "--recompute-granularity selective --recompute-modules"
             "--ffn-hidden-size 99 --tp 2",
             r"^ffn_hidden_size=99 must be divisible by tensor_model_parallel_size=2; .* 1, 3,",
         ),
-        ("--swiglu --hidden-size 12", r"^ffn_hidden_size derived from hidden_size=12 is 0; add --ffn-hidden-size"),
+        (
+            "--swiglu --hidden-size 12",
+            r"^ffn_hidden_size derived from hidden_size=12 is 0, as swiglu's 8/3 of it is rounded down to a multiple "
+            r"of 64; add --ffn-hidden-size",
+        ),
         (
             "--group-query-attention --num-query-groups 5",
             r"^num_attention_heads=12 must be divisible by num_query_groups=5",

@@ -42,6 +42,8 @@ MODELS = (
     replace(GPT, qk_layernorm=True),
     replace(ROPE, qk_layernorm=True),
     replace(YARN, multi_latent_attention=True),
+    replace(GPT, use_mup=True),
+    replace(GPT, use_mup=True, mup_base_head_dim=4.0),
 )
 NAMES = [field.name for field in fields(ModelConfig)]
 RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 --train-iters 2 --lr 1 --mock-data"

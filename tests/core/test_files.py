@@ -50,3 +50,9 @@ def test_an_output_is_no_file_that_is_read_nor_one_in_a_folder_that_is(tmp_path:
             refuse_input_as_output("--output", output, [None, str(text), folder])
     refuse_input_as_output("--output", folder / "new.json", [text, folder, "\0"])
     refuse_input_as_output("--output", None, [text])
+    for url in ("s3://me:secret@bucket/x", "s3:", "file:///x", "abfs+x://a"):
+        with pytest.raises(UserError, match=r"--output [a-z3+]+:\S* is a URL, and this is written") as told:
+            refuse_input_as_output("--output", Path(url), [])
+        assert "secret" not in str(told.value)
+    for path in ("", "a:b/c", "/s3:/x", "./x", "s3"):
+        refuse_input_as_output("--output", Path(path), [])

@@ -83,17 +83,17 @@ def test_built_in_templates_without_a_place_for_tools_refuse_them(name: str) -> 
         encode(encoder(tokenizer, built_in_template(name)), {**said("a", "b"), "tools": TOOLS})
 
 
-def call(number: int = 1) -> dict[str, Any]:
+def call(number: int = 1, text: str | None = None) -> dict[str, Any]:
     function = {"name": "weather", "arguments": json.dumps({"city": "Ulm", "days": number})}
-    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    return {"role": "assistant", "content": text, "tool_calls": [{"type": "function", "function": function}]}
 
 
-def with_tools() -> dict[str, Any]:
+def with_tools(text: str | None = None) -> dict[str, Any]:
     return {
         "tools": TOOLS,
         "messages": [
             {"role": "user", "content": "Weather?"},
-            call(),
+            call(text=text),
             {"role": "tool", "content": "7 degrees"},
             {"role": "assistant", "content": "It is cold."},
         ],
@@ -150,6 +150,8 @@ def test_the_built_in_templates_with_tools_write_calls_as_they_describe_them(nam
 BARE = "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 BARE += "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 WRITES_TOOLS = "{{ tools | tojson if tools }}"
+CALLS_ALONE = BARE.replace("m.content", "m.tool_calls[0].function | tojson if m.tool_calls else m.content")
+TEXT_FOR_NOW = BARE.replace("m.content", "(m.content if loop.last) ~ m.tool_calls if m.tool_calls else m.content")
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
@@ -159,6 +161,7 @@ WRITES_TOOLS = "{{ tools | tojson if tools }}"
         (BARE, with_tools(), "the tool weather"),
         (WRITES_TOOLS + BARE, with_tools(), "the call of weather in message 2"),
         (BARE, said("a", "b", system="Be brief."), "message 1, of the system,"),
+        (WRITES_TOOLS + CALLS_ALONE, with_tools("I will look."), "the text next to the call in message 2"),
     ],
 )
 def test_what_a_template_leaves_out_is_refused(
@@ -168,6 +171,14 @@ def test_what_a_template_leaves_out_is_refused(
     made = encoder(with_controls(IM), template, name="mine", train_on=train_on)
     with pytest.raises(ValueError, match=f"the chat template mine leaves {left_out} out; name another"):
         encode(made, record)
+
+
+def test_a_text_next_to_a_call_that_a_template_writes_while_it_is_the_last_is_trained() -> None:
+    """As gpt-oss does: where messages follow, such a text is left out, as thoughts are."""
+    tokenizer = with_controls(IM)
+    samples = encode(encoder(tokenizer, WRITES_TOOLS + TEXT_FOR_NOW), with_tools("I will look."))
+    trained = [text for sample in samples for text in trained_text(sample, tokenizer)]
+    assert trained[0].startswith("I will look.[{") and trained[1] == "It is cold.<|im_end|>"
 
 
 # thoughts

@@ -19,7 +19,7 @@ from megatronish.data.datasets import build_datasets
 from megatronish.data.indexed import bin_path
 from megatronish.data.samples import TooSmallError
 from megatronish.parallel.streams import numpy_stream
-from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
 
 IM = ("<|im_start|>", "<|im_end|>")
 S = 128

@@ -15,13 +15,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from megatronish.config.sections.data import TrainOn
 from megatronish.core.errors import UserError
 from megatronish.data.chat.template import ChatTemplate, built_in_template
-from megatronish.tokenizer.tokenizer import (
-    BytesTokenizer,
-    HuggingFaceTokenizer,
-    NullTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-)
+from megatronish.tokenizer.hugging_face import HuggingFaceTokenizer
+from megatronish.tokenizer.plain import BytesTokenizer, NullTokenizer
+from megatronish.tokenizer.sentence_piece import SentencePieceTokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 IM = ("<|im_start|>", "<|im_end|>")
 ROLES = ("system", "user", "assistant")

@@ -7,7 +7,8 @@ import pytest
 
 from megatronish.commands.preprocess_tasks import main
 from megatronish.core.errors import UserError
-from megatronish.data.cleaning import Cleaning, Condition
+from megatronish.data.cleaning import Cleaning
+from megatronish.data.conditions import Condition
 from megatronish.data.indexed import IndexedTokens, bin_path, idx_path
 from megatronish.data.tasks import read_plan, record_of
 

@@ -12,8 +12,8 @@ from megatronish.core.errors import UserError
 from megatronish.data.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
 from megatronish.data.pipeline_step import TokenizingStep, write_manifest_of_ranks
 from megatronish.data.preprocess import preprocess
-from megatronish.data.shards import open_tokens
-from megatronish.tokenizer.tokenizer import BytesTokenizer
+from megatronish.data.token_files import TokenFiles
+from megatronish.tokenizer.plain import BytesTokenizer
 
 
 @pytest.mark.skipif(find_spec("datatrove") is None, reason="needs datatrove: pip install datatrove")
@@ -50,7 +50,7 @@ def test_a_pipeline_calls_our_step_and_its_ranks_are_one_data_set(tmp_path: Path
     pipeline = [JsonlReader(str(tmp_path / "in")), step]
     for name in ("a", "b"):  # the second run finds the pairs of the first
         LocalPipelineExecutor(pipeline, tasks=4, logging_dir=str(tmp_path / name)).run()
-    joined = open_tokens(str(write_manifest_of_ranks(f"{tmp_path}/out", 4)))
+    joined = TokenFiles().open(str(write_manifest_of_ranks(f"{tmp_path}/out", 4)))
     preprocess([tmp_path / "in"], f"{tmp_path}/one", tokenizer=BytesTokenizer, append_eod=True)
     assert joined.identity == IndexedTokens(tmp_path / "one_text_document").identity
 

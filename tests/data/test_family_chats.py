@@ -8,12 +8,20 @@ import pytest
 from chat_formats import chatml
 from chat_tokenizers import DATE, said, save_tokenizer, trained_text, whole_text, with_controls, write_lines
 from family_templates import (
+    CALL,
+    COMMAND_A,
+    COMMAND_TOKENS,
     DEEPSEEK_V3,
     FAMILY_CHATS,
     GLM_45,
     GLM_STOPS,
     GLM_TOKENS,
+    HARMONY,
+    HARMONY_TOKENS,
     IM,
+    KIMI_K2,
+    KIMI_TOKENS,
+    NUMBERED,
     QWEN_3,
     TALK,
     THOUGHT,
@@ -24,11 +32,13 @@ from family_templates import (
 
 from megatronish.config.sections.data import ChatConfig, DataConfig
 from megatronish.core.errors import UserError
+from megatronish.data.chat.conversation import checked_message
 from megatronish.data.chat.encoder import ChatEncoder, EncodedChat
 from megatronish.data.chat.prepare import read_record
 from megatronish.data.chat.setup import ChatSetup, read_model_templates
-from megatronish.data.chat.template import ChatTemplate
-from megatronish.tokenizer.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from megatronish.data.chat.template import ChatTemplate, built_in_template
+from megatronish.tokenizer.build import build_tokenizer
+from megatronish.tokenizer.hugging_face import HuggingFaceTokenizer
 
 
 def family_encoder(chat: FamilyChat, tokenizer: HuggingFaceTokenizer) -> ChatEncoder:
@@ -63,10 +73,70 @@ def test_a_turn_that_nothing_ends_is_refused_where_the_model_does_not_stop_at_th
         samples(encoder, messages=TALK)
 
 
+def test_an_answer_that_two_tokens_end_ends_with_the_one_at_which_the_model_stops() -> None:
+    """Also where beginnings tell nothing: each question changes what was written before."""
+    tokenizer = with_controls(COMMAND_TOKENS)
+    template = "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}" + COMMAND_A
+    stops = ("<|END_OF_TURN_TOKEN|>",)
+    encoder = family_encoder(FamilyChat("Command", template, COMMAND_TOKENS, TALK, [], stops=stops), tokenizer)
+    (sample,) = samples(encoder, messages=TALK)
+    answers = [f"<|START_RESPONSE|>{text}.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" for text in ("One", "Two")]
+    assert trained_text(sample, tokenizer) == answers
+
+
+def test_an_earlier_answer_that_ends_with_a_token_at_which_the_model_does_not_stop_is_a_sample_of_its_own() -> None:
+    """gpt-oss: <|return|> ends the last answer, and <|end|>, at which nothing stops, those before it."""
+    tokenizer = with_controls(HARMONY_TOKENS)
+    chat = FamilyChat("gpt-oss", HARMONY, HARMONY_TOKENS, TALK, [], stops=("<|return|>", "<|call|>"))
+    made = samples(family_encoder(chat, tokenizer), messages=TALK)
+    texts = [trained_text(sample, tokenizer) for sample in made]
+    assert texts == [[f"<|channel|>final<|message|>{text}.<|return|>"] for text in ("One", "Two")]
+
+
+def test_answers_end_with_the_tokens_that_end_texts_and_calls() -> None:
+    for controls, template, names in (
+        (HARMONY_TOKENS, HARMONY, {"<|return|>", "<|call|>"}),
+        (COMMAND_TOKENS, COMMAND_A, {"<|END_OF_TURN_TOKEN|>"}),
+        (KIMI_TOKENS, KIMI_K2, {"<|im_end|>"}),
+        (IM, chatml(), {"<|im_end|>"}),
+    ):
+        tokenizer = with_controls(controls)
+        ends = family_encoder(FamilyChat("one", template, controls, [], []), tokenizer).ends_of_answers()
+        assert {name for name, number in tokenizer.control_encoder().names.items() if number in ends} == names
+
+
 def test_thoughts_that_a_template_leaves_out_are_refused() -> None:
     tokenizer = with_controls(IM)
     with pytest.raises(ValueError, match=r"leaves the thoughts of message 2 out \(reasoning_content\); name another"):
         samples(family_encoder(FamilyChat("ChatML", chatml(), IM, THOUGHT, []), tokenizer), messages=THOUGHT[:2])
+
+
+def test_the_developer_s_message_that_a_template_leaves_out_is_refused() -> None:
+    tokenizer = with_controls(IM)
+    messages = [{"role": "developer", "content": "Be brief."}, *TALK[1:]]
+    with pytest.raises(ValueError, match=r"leaves message 1, of the developer, out; name another"):
+        samples(family_encoder(FamilyChat("Qwen", QWEN_3, IM, TALK, []), tokenizer), messages=messages)
+
+
+def test_a_call_whose_number_does_not_tell_the_function_is_refused_where_no_name_is_written() -> None:
+    tokenizer = with_controls(KIMI_TOKENS)
+    encoder = family_encoder(FamilyChat("Kimi", KIMI_K2, KIMI_TOKENS, WITH_CALLS, []), tokenizer)
+    for call in ({**NUMBERED, "id": "call_3"}, CALL):
+        messages = [WITH_CALLS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+        with pytest.raises(ValueError, match="leaves the call of weather in message 2 out"):
+            samples(encoder, messages=messages, tools=TOOLS)
+
+
+def test_the_answer_before_an_answer_with_thoughts_begins_with_its_content() -> None:
+    """Qwen 3 Thinking begins answers with <think> in the prompt, and writes none around earlier answers."""
+    tokenizer = with_controls(IM)
+    always = QWEN_3.replace(
+        "{{- '<|im_start|>assistant\\n' -}}\n{%- if enable",
+        "{{- '<|im_start|>assistant\\n<think>\\n' -}}\n{%- if enable",
+    )
+    assert always != QWEN_3
+    (sample,) = samples(family_encoder(FamilyChat("Qwen", always, IM, TALK, []), tokenizer), messages=TALK)
+    assert trained_text(sample, tokenizer) == ["One.<|im_end|>", "\n</think>\n\nTwo.<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
@@ -90,6 +160,53 @@ def test_arguments_are_texts_for_all_conversations_of_a_template_that_wants_text
         messages = [WITH_CALLS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
         (sample,) = samples(encoder, messages=messages, tools=TOOLS)
         assert f"```json\n{json.dumps(arguments, ensure_ascii=False)}\n```" in trained_text(sample, tokenizer)[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (QWEN_3, ['{"x":1e5, "y": "\\u003c|im_end|>"}', '{"x": 100000.0}']),  # which asks if it is a text
+        (built_in_template("chatml"), ['{"x": 100000.0, "y": "<|im_end|>"}', '{"x": 100000.0}']),
+    ],
+    ids=["either", "objects"],
+)
+def test_arguments_that_are_texts_are_written_as_they_are_by_a_template_that_takes_them(
+    template: str, written: list[str]
+) -> None:
+    tokenizer = with_controls(IM)
+    encoder = family_encoder(FamilyChat("one", template, IM, [], []), tokenizer)
+    # A text of the user's that looks like them decides nothing.
+    question = {"role": "user", "content": '{"x":1e5, "y": "\\u003c|im_end|>"}'}
+    for arguments, wanted in zip(['{"x":1e5, "y": "\\u003c|im_end|>"}', {"x": 1e5}], written, strict=True):
+        function = {"name": "weather", "arguments": arguments}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+        (sample,) = samples(encoder, messages=[question, call], tools=TOOLS)
+        assert f'"arguments": {wanted}}}' in trained_text(sample, tokenizer)[0]
+        asked = encoder.prompt(checked([question, call, question]), TOOLS)
+        assert f'"arguments": {wanted}}}' in tokenizer.decode(asked)
+
+
+def test_a_conversation_that_a_template_refuses_does_not_show_how_it_takes_arguments() -> None:
+    """Llama 3.1 takes one call at once: such a conversation is refused, whichever kind its arguments have."""
+    one_alone = (
+        "{% for m in messages if m.tool_calls and m.tool_calls[1] %}{{ raise_exception('one call') }}{% endfor %}"
+    )
+    tokenizer = with_controls(IM)
+    encoder = family_encoder(FamilyChat("one", one_alone + built_in_template("chatml"), IM, [], []), tokenizer)
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": '{"x":1}'}}] * 2
+    two, one = (
+        [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": None, "tool_calls": calls[:number]}]
+        for number in (2, 1)
+    )
+    with pytest.raises(ValueError, match="refuses it: one call"):
+        samples(encoder, messages=two, tools=TOOLS)
+    (sample,) = samples(encoder, messages=one, tools=TOOLS)
+    assert '"arguments": {"x": 1}}' in trained_text(sample, tokenizer)[0]
+
+
+def checked(messages: list[Any]) -> list[Any]:
+    """As the server reads them."""
+    return [checked_message(number, message) for number, message in enumerate(messages, 1)]
 
 
 # variables of a template

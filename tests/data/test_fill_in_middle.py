@@ -16,7 +16,9 @@ from megatronish.data.indexed import IndexedWriter
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.packed import packing_notes
 from megatronish.data.sample import Dataset, Sample
-from megatronish.tokenizer.tokenizer import HuggingFaceTokenizer, NullTokenizer, Tokenizer
+from megatronish.tokenizer.hugging_face import HuggingFaceTokenizer
+from megatronish.tokenizer.plain import NullTokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 NAMES = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>", "<|endoftext|>")
 TEXTS = (

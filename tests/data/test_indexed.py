@@ -1,5 +1,7 @@
 """Tests of Megatron's .bin/.idx format: identical bytes, atomic writes, and an error for each kind of damage."""
 
+import errno
+import hashlib
 import json
 import struct
 from pathlib import Path
@@ -8,8 +10,8 @@ import numpy as np
 import pytest
 from paths import GOLDEN
 
-from megatronish.core.errors import UserError
-from megatronish.data.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path, token_dtype
+from megatronish.core.errors import RunError, UserError
+from megatronish.data.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path, token_dtype, writing
 
 FIXTURE = json.loads((GOLDEN / "indexed_fixture.json").read_text())
 
@@ -101,6 +103,23 @@ def test_nothing_appears_under_its_name_after_an_exception(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a.bin", "a.bin and its .idx"),
+        ("a.bin.0123456789ab.tmp", "a.bin and its .idx"),
+        ("task-1.0123456789ab.tmp/a.bin", "task-1.0123456789ab.tmp/a.bin and its .idx"),
+        ("a.shards.idx", "a.shards.idx"),
+    ],
+)
+def test_what_cannot_be_written_is_told_by_its_name(name: str, told: str) -> None:
+    with (
+        pytest.raises(RunError, match=rf"^{told} cannot be written: full; free space there first$"),
+        writing(Path(name)),
+    ):
+        raise OSError(errno.EIO, "full")
+
+
 def test_a_pair_being_replaced_stays_as_it_was_until_the_end(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2]])
     with IndexedWriter(tmp_path / "a", dtype=np.dtype("<u2")) as writer:
@@ -181,3 +200,15 @@ def test_an_index_that_contradicts_itself_is_refused(
     path.write_bytes(whole)
     with pytest.raises(UserError, match=rf"a\.idx has {told}.*; copy both files again or run megatronish"):
         IndexedTokens(tmp_path / "a")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2049, 524_288, 524_289, 700_001])
+def test_the_hash_of_a_content_is_that_of_its_pieces_whatever_its_size(tmp_path: Path, num_tokens: int) -> None:
+    """Small files are read once, and of large ones pieces: caches and runs of other versions rely on the same hash."""
+    tokens = np.arange(num_tokens, dtype=np.dtype("<u2"))
+    with IndexedWriter(tmp_path / "text", dtype=tokens.dtype) as writer:
+        writer.add_document(tokens)
+    content = (tmp_path / "text.bin").read_bytes()
+    starts = np.unique(np.linspace(0, max(len(content) - 4096, 0), 256, dtype=np.int64)).tolist()
+    pieces = [str(len(content)).encode(), *(content[start : start + 4096] for start in starts)]
+    assert IndexedTokens(tmp_path / "text").content == hashlib.sha256(b"".join(pieces)).hexdigest()

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -285,6 +286,21 @@ def test_folders_and_patterns_name_their_files_in_order(tmp_path: Path) -> None:
     assert names_of(input_files([f"{tmp_path}/i[n]"]), tmp_path / "in") == found
     (tmp_path / "x[1].jsonl").touch()
     assert input_files([tmp_path / "x[1].jsonl"]) == [tmp_path / "x[1].jsonl"]
+
+
+def test_a_folder_gives_the_files_of_all_folders_in_it_also_behind_links_each_once(tmp_path: Path) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    for path in (folder / "parts.jsonl" / "0.json", folder / "b.jsonl", other / "c.jsonl", folder / ".x" / "d.jsonl"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(LINES)
+    (folder / "a-link").symlink_to(other)
+    (other / "back.json").symlink_to(folder)
+    names = ["a-link/c.jsonl", "b.jsonl", "parts.jsonl/0.json"]
+    assert names_of(input_files([folder]), folder) == names
+    assert names_of(input_files(input_files([folder])), folder) == names
+    os.mkfifo(folder / "pipe.jsonl")
+    with pytest.raises(UserError, match=r"--input .*/pipe.jsonl cannot be read: it is no file but a pipe or a device"):
+        input_files([folder])
 
 
 def test_a_name_without_files_is_refused(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_share_is_refused_that_does_not_divide_the_batch() -> None:
         BatchShare(0, 2, 4).sample_ids(consumed_samples=0, global_batch_size=12)
 
 
-def prefetch(num_ahead: int, prepare: object = None) -> Prefetcher:
+def prefetch(num_ahead: int, prepare: object = None, **options: float) -> Prefetcher:
     def mock_step(consumed_samples: int, size: int) -> list[MicroBatch]:
         share = BatchShare(0, 1, size)
         return micro_batches(
@@ -52,7 +52,13 @@ def prefetch(num_ahead: int, prepare: object = None) -> Prefetcher:
     def ramp(consumed_samples: int) -> int:
         return 2 if consumed_samples < 8 else 4
 
-    return Prefetcher(prepare or mock_step, consumed_samples=4, global_batch_size=ramp, num_ahead=num_ahead)  # type: ignore[arg-type]
+    return Prefetcher(
+        prepare or mock_step,  # type: ignore[arg-type]
+        consumed_samples=4,
+        global_batch_size=ramp,
+        num_ahead=num_ahead,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 5])
@@ -73,6 +79,21 @@ def test_what_goes_wrong_ahead_is_raised_at_its_step(num_ahead: int) -> None:
         assert [next(steps), next(steps)] == [[], []]
         with pytest.raises(ValueError, match="truncated"):
             next(steps)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2, 5])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_nothing_is_prepared_after_the_last_step(num_ahead: int, num_steps: int) -> None:
+    prepared: list[int] = []
+
+    def prepare(consumed_samples: int, size: int) -> list[MicroBatch]:
+        prepared.append(consumed_samples)
+        return []
+
+    with prefetch(num_ahead, prepare, num_steps=num_steps) as steps:
+        assert list(steps) == [[]] * num_steps
+        assert next(steps, None) is None
+    assert prepared == [4, 6, 8][:num_steps]
 
 
 def test_no_more_is_prepared_than_asked_for_and_no_thread_is_left() -> None:

@@ -17,7 +17,7 @@ from megatronish.data.chat.prepare import _pairs, format_of
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.loader import Collator
 from megatronish.data.sample import DatasetSettings, DatasetSource
-from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
 
 END = 257  # </s>
 FIRST_LETTER = "!"  # token 0

@@ -30,12 +30,15 @@ from megatronish.commands.preprocess import (
     with_lists_joined,
     without_megatron_flags,
 )
+from megatronish.commands.preprocess_tasks import main as tasks_main
 from megatronish.core.errors import RunError, UserError
-from megatronish.data.encoding import EncodingJob, WorkerDiedError
+from megatronish.data.batch_work import WorkerDiedError
+from megatronish.data.encoding import EncodingJob
 from megatronish.data.indexed import IndexedTokens
 from megatronish.data.preprocess import preprocess
 from megatronish.data.readers import BATCH_BYTES
-from megatronish.tokenizer.tokenizer import BytesTokenizer, build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
+from megatronish.tokenizer.plain import BytesTokenizer
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> Path:
@@ -164,6 +167,18 @@ def test_an_input_that_would_be_written_over_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--output-prefix \S+p_text_document.bin is a file that is read; choose"):
         preprocess([source], str(tmp_path / "p"), tokenizer=BytesTokenizer)
     assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("prefix", ["", ".", "out/", "out/.."])
+def test_a_prefix_without_a_name_is_refused(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["--input", str(write_texts(tmp_path / "x.jsonl", ["ab"])), "--tokenizer-type", "bytes"]
+    for words in (argv, ["plan", *argv, "--tasks", "2"]):
+        assert tasks_main([*words, "--output-prefix", prefix]) == 2
+        assert f"error: --output-prefix {prefix!r} names a folder and no files; add a name" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "{\n"])

@@ -15,7 +15,7 @@ from ranks import run_ranks, wait_until, warm_context
 from megatronish.core.errors import RunError
 from megatronish.core.files import one_builder
 from megatronish.data.indexed import IndexedTokens, IndexedWriter
-from megatronish.data.samples import GPTSamples
+from megatronish.data.samples import GPTSamples, stable_order
 from megatronish.launch.place import Place
 
 S = 8
@@ -264,7 +264,10 @@ def test_ids_beyond_the_vocabulary_are_named(prefix: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["data.bin", "data.idx", "*.epoch"])
-def test_a_file_cut_short_while_it_is_read_is_told_and_no_bus_error(prefix: Path, tmp_path: Path, end: str) -> None:
+def test_a_file_cut_short_while_it_is_read_is_told_and_no_bus_error(
+    prefix: Path, tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatronish.data.samples.READ_WHOLE", 0)  # small files of the cache are mapped, too
     samples = open_samples(prefix, cache=tmp_path / "cache")
     samples.sample(0)
     (path,) = [*tmp_path.glob(end), *tmp_path.glob(f"cache/{end}")]
@@ -272,3 +275,11 @@ def test_a_file_cut_short_while_it_is_read_is_told_and_no_bus_error(prefix: Path
     os.truncate(path, 0)
     with pytest.raises(RunError, match=rf"{path} has 0 bytes and had {size} when this run opened it: .*copy or make"):
         samples.sample(1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 1000])
+@pytest.mark.parametrize("upper_bits", [64, 8, 0])
+def test_order_of_draws_is_that_of_a_stable_sort(size: int, upper_bits: int) -> None:
+    draws = np.random.default_rng(size).integers(0, 2**64, size, dtype=np.uint64)
+    mask = np.uint64((2**64 - 2 ** (64 - upper_bits)) | 0b1001)  # draws that differ at both ends alone: many are equal
+    assert np.array_equal(stable_order(draws & mask), (draws & mask).argsort(kind="stable"))

@@ -15,7 +15,7 @@ from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.data.sentences import SentenceSamples, open_mock, open_sentences
 from megatronish.data.split_sentences import split_sentences
 from megatronish.tokenizer.control_tokens import MaskTokens
-from megatronish.tokenizer.tokenizer import BytesTokenizer, NullTokenizer
+from megatronish.tokenizer.plain import BytesTokenizer, NullTokenizer
 
 MASKS = MaskTokens(first=1, separator=2, mask=3, filler=0)
 S = 40

@@ -15,10 +15,11 @@ from megatronish.data.indexed import BLOCK, IndexedTokens, IndexedWriter, bin_pa
 from megatronish.data.sample import DatasetSettings, DatasetSource
 from megatronish.data.samples import open_gpt_samples
 from megatronish.data.sentences import open_sentences
-from megatronish.data.shards import DataShard, JoinedTokens, ShardedTokens, join_shards, open_tokens, write_manifest
+from megatronish.data.shards import DataShard, JoinedTokens, ShardedTokens, join_shards, write_manifest
 from megatronish.data.text import read_text
+from megatronish.data.token_files import TokenFiles
 from megatronish.tokenizer.control_tokens import MaskTokens
-from megatronish.tokenizer.tokenizer import BytesTokenizer
+from megatronish.tokenizer.plain import BytesTokenizer
 
 
 def write_shards(folder: Path, sizes: list[int], *, dtype: str = "<u2") -> list[DataShard]:
@@ -77,7 +78,7 @@ def test_a_manifest_is_the_same_data_set_as_the_joined_pair(tmp_path: Path) -> N
     shards = write_shards(tmp_path, [30, 0, 1, 50, 0])
     joined, manifest = tmp_path / "x" / "joined", write_manifest(shards, f"{tmp_path}/all")
     join_shards(shards, str(joined), on_bytes=lambda _number: None)
-    pair, sharded = IndexedTokens(joined), open_tokens(str(manifest))
+    pair, sharded = IndexedTokens(joined), TokenFiles().open(str(manifest))
     assert isinstance(sharded, ShardedTokens)
     assert (sharded.identity, sharded.content) == (pair.identity, pair.content)
     assert sharded.num_tokens == pair.num_tokens
@@ -94,16 +95,17 @@ def test_a_manifest_is_the_same_data_set_as_the_joined_pair(tmp_path: Path) -> N
     masked = DatasetSettings(seq_length=16, seed=1, vocab_size=257, eod=256, masks=MaskTokens(253, 254, 255, 252))
     first, second = (open_sentences(DatasetSource("training", str(path)), masked) for path in (joined, manifest))
     assert first.sample(3).tokens.tolist() == second.sample(3).tokens.tolist()
-    text = read_text(str(manifest), tokenizer=BytesTokenizer, json_key="text", vocab_size=257)
+    files = TokenFiles()
+    text = read_text(str(manifest), tokenizer=BytesTokenizer, json_key="text", vocab_size=257, files=files)
     assert text.tokens.tolist() == np.asarray(pair.tokens).tolist()
 
 
 def test_a_folder_with_a_manifest_can_be_moved(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     manifest = write_manifest(write_shards(tmp_path / "a", [5, 5]), f"{tmp_path}/a/all")
-    before = open_tokens(str(manifest)).identity
+    before = TokenFiles().open(str(manifest)).identity
     (tmp_path / "a").rename(tmp_path / "b")
-    assert open_tokens(str(tmp_path / "b" / manifest.name)).identity == before
+    assert TokenFiles().open(str(tmp_path / "b" / manifest.name)).identity == before
 
 
 def test_a_manifest_that_is_not_whole_is_refused(tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_a_manifest_that_is_not_whole_is_refused(tmp_path: Path) -> None:
 
     def refused(sentence: str) -> None:
         with pytest.raises(UserError, match=sentence):
-            open_tokens(str(manifest))
+            TokenFiles().open(str(manifest))
 
     shard.write_bytes(tokens[:-2])
     refused(rf"1.bin has {len(tokens) - 2} bytes but {manifest} says {len(tokens)}; make it again with megatronish")

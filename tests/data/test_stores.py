@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from object_stores import NEEDS_S3, Store, serving_s3
+from object_stores import NEEDS_S3
 from test_tasks import in_one, inputs_of, joined, plan_of, run_of
 
 from megatronish.commands.preprocess_tasks import main
@@ -18,13 +18,6 @@ from megatronish.data import stores
 from megatronish.data.inputs import input_files, same_names
 from megatronish.data.stores import LARGEST_READ, TRIES, open_binary
 from megatronish.data.tasks import read_plan, run_task
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A server of S3 on loopback, with one empty bucket."""
-    with serving_s3(tmp_path_factory.mktemp("s3") / "log") as store:
-        yield store
 
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=NEEDS_S3)])
@@ -53,6 +46,30 @@ def put(folder: RemotePath, name: str, content: bytes) -> RemotePath:
 
 def copied(files: list[Path], folder: RemotePath) -> list[Location]:
     return [put(folder, path.name, path.read_bytes()) for path in files]
+
+
+def test_cleaning_takes_the_same_documents_as_from_a_disk(
+    tmp_path: Path, folder: RemotePath, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, told = inputs_of(tmp_path / "in"), list[str]()
+    urls = [path.url for path in copied(files, folder) if isinstance(path, RemotePath)]
+    (tmp_path / "reference.jsonl").write_text('{"q": ["1 300 1 300 1 300", "x"]}')
+    reference = put(folder, "reference.jsonl", (tmp_path / "reference.jsonl").read_bytes()).url
+    flags = ["--tokenizer-type", "bytes", "--deduplicate", "minhash", "--decontaminate-ngram", "2"]
+    for name, inputs, path in (("disk", map(str, files), f"{tmp_path}/reference.jsonl"), ("store", urls, reference)):
+        argv = ["--input", *inputs, *flags, "--decontaminate", path, "--output-prefix", f"{tmp_path}/{name}"]
+        assert main(["plan", *argv, "--tasks", "3", "--max-bad-fraction", "0.9"]) == 0
+        for phase in ("sign", "match", "run"):
+            assert main([phase, "--plan", f"{tmp_path}/{name}.plan.json", "--task", "0::1"]) == 0
+        capsys.readouterr()
+        assert main(["merge", "--plan", f"{tmp_path}/{name}.plan.json", "--show-removed"]) == 0
+        place = str(tmp_path / "in") if name == "disk" else folder.url
+        told.append(capsys.readouterr().err.replace(path, "reference").replace(place, ""))
+    assert told[0] == told[1]
+    assert "by --decontaminate reference\n" in told[0] and "by --deduplicate minhash\n" in told[0]
+    for ending in ("bin", "idx"):
+        of_disk = (tmp_path / f"disk_text_document.{ending}").read_bytes()
+        assert (tmp_path / f"store_text_document.{ending}").read_bytes() == of_disk
 
 
 @pytest.mark.parametrize("num_tasks", [1, 7])

@@ -19,7 +19,7 @@ from megatronish.commands.preprocess_tasks import main, task_numbers
 from megatronish.core.errors import RunError, UserError
 from megatronish.core.remote import Location
 from megatronish.data import tasks
-from megatronish.data.encoding import WorkerDiedError
+from megatronish.data.batch_work import WorkerDiedError
 from megatronish.data.indexed import bin_path, idx_path
 from megatronish.data.pieces import InputFile, cut_into_tasks
 from megatronish.data.preprocess import preprocess
@@ -38,7 +38,7 @@ from megatronish.data.tasks import (
     tokenizer_digest,
     whole_result,
 )
-from megatronish.tokenizer.tokenizer import BytesTokenizer
+from megatronish.tokenizer.plain import BytesTokenizer
 
 SETTINGS = {
     "json_keys": ["text"],
@@ -408,6 +408,8 @@ def test_too_many_bad_lines_of_all_tasks_are_refused_at_the_join(
     assert main(["run", *plan, "--task", "0::1"]) == 0
     assert main(["merge", *plan]) == 2
     assert "10 of 19 lines of" in capsys.readouterr().err
+    assert main(["run", *plan, "--task", "5::6"]) == 0  # the last job of an array that is longer
+    assert "p.plan.json has 3 tasks, and --task names none of them" in capsys.readouterr().out
     assert main(["plan", *argv, "--tasks", "3", "--max-bad-fraction", "0.6"]) == 0  # and no task runs again
     capsys.readouterr()
     assert main(["merge", *plan]) == 0
@@ -494,12 +496,17 @@ def test_a_task_that_fails_keeps_none_of_the_others_waiting(tmp_path: Path, caps
     assert "missing: --array=1\n" in capsys.readouterr().out
 
 
-def test_a_folder_of_inputs_that_holds_the_prefix_gives_the_same_plan_twice(tmp_path: Path) -> None:
+def test_a_folder_of_inputs_that_holds_the_prefix_gives_the_same_plan_by_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 20)
-    argv = ["--input", str(tmp_path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "p")]
-    for _ in range(2):
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for prefix in (tmp_path / "p", tmp_path / "p", "./p", "link/p"):
+        argv = ["--input", str(tmp_path), "--tokenizer-type", "bytes", "--output-prefix", str(prefix)]
         assert main(["plan", *argv, "--tasks", "2"]) == 0
         assert main(["run", "--plan", str(tmp_path / "p.plan.json"), "--task", "0::1"]) == 0
+        assert main(["merge", "--plan", str(tmp_path / "p.plan.json"), "--manifest"]) == 0  # a .json, too
         assert [Path(file.path).name for file in read_plan(tmp_path / "p.plan.json").inputs] == ["a.jsonl"]
 
 

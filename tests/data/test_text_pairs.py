@@ -17,8 +17,8 @@ from megatronish.data.chat.dataset import ChatDataset, open_chats
 from megatronish.data.chat.setup import ChatSetup, SideLimits
 from megatronish.data.sample import DatasetSettings, DatasetSource
 from megatronish.data.text_pairs import TextPairCollator
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.control_tokens import SpanTokens
-from megatronish.tokenizer.tokenizer import build_tokenizer
 
 END, START = 256, 260  # of bytes; a start that ends nothing, so that a mistake is seen
 SPECIAL = SpanTokens(start=START, end=END, filler=259, sentinels=())

@@ -19,7 +19,7 @@ from theorem import Samples, build
 from theorem_cases import choices, problem_of, spread_of
 from torch._dynamo.utils import counters
 
-from megatronish.config.sections.training import AttentionBackend, RecomputeConfig
+from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.layout import Layout
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.launch.place import Place
@@ -65,13 +65,6 @@ def test_compiled_ranks_train_what_one_eager_process_trains(name: str, request: 
 @pytest.mark.parametrize("name", MORE_LAYOUTS)
 def test_more_compiled_layouts(name: str) -> None:
     assert_equal_to_serial(*case(*MORE_LAYOUTS[name]))
-
-
-def test_compiled_layers_with_parts_that_are_computed_again_train_what_one_eager_process_trains() -> None:
-    """In a graph the compiler chooses what it keeps; a tp of two leaves the products between graphs."""
-    problem, spread = case(Layout(tp=2), {"family": "llama", "sequence_parallel": True})
-    parts = RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "mlp"))
-    assert_equal_to_serial(problem, replace(spread, recompute=parts))
 
 
 def test_compiled_experts_train_what_one_eager_process_trains(request: pytest.FixtureRequest) -> None:
@@ -139,6 +132,40 @@ def test_nothing_is_compiled_after_the_first_step(name: str, kind: str, dropout:
         spread.layout.world_size, graphs, replace(problem, model=model), spread, timeout=COMPILE_SECONDS
     ):
         assert counted[0] > 0 and counted == counted[:1] * 8
+
+
+WARM_UP = [(12, 3), (8, 3)]
+LATER = [(10, 3), (6, 3), (12, 3), (4, 3), (8, 1), (10, 2)]
+"""Lengths of rows as chats are cut to, and micro-batches of a step: fewer at the end of an epoch."""
+
+
+def graphs_of_lengths(place: Place, problem: Problem, spread: Spread) -> list[int]:
+    """Graphs after each step and evaluation at these lengths."""
+    mesh, counted = Mesh.of(spread.parallel, place), []
+    counters.clear()
+    engine = build(mesh, replace(problem, decoupled=False), spread)
+    for step, (length, number) in enumerate([*WARM_UP, *LATER]):
+        batches = micro_batches(
+            Samples(length),
+            consumed_samples=0,
+            global_batch_size=number * spread.micro_batch_size,
+            share=BatchShare(mesh.dp.rank, mesh.dp.size, spread.micro_batch_size),
+            collate=Collator(EOD, reset_attention_mask=problem.documents),
+        )
+        engine.step(batches, num_steps_done=step, learning_rate=1e-3, weight_decay=0.1)
+        engine.evaluate(batches)
+        counted.append(counters["stats"]["unique_graphs"])
+    return counted
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_after_two_lengths_no_length_is_compiled_again(documents: bool) -> None:
+    """The second one makes a graph of any length; a last step of fewer micro-batches has the graphs of the others."""
+    problem, spread = case(*LAYOUTS["one process"])
+    problem = replace(problem, documents=documents)
+    for counted in run_ranks(1, graphs_of_lengths, problem, spread, timeout=COMPILE_SECONDS):
+        warm = counted[len(WARM_UP) - 1]
+        assert warm > 0 and counted[len(WARM_UP) :] == [warm] * len(LATER), counted
 
 
 @pytest.mark.parametrize("backend", some_of(["unfused", "fused_softmax"], ["fused_softmax"]))

@@ -28,6 +28,8 @@ FREE = {
     "balancing.largest_of_layers": "of the sums that reduce_sums has read",
     "balancing.idle_of_layers": "of the sums that reduce_sums has read",
     "balancing.not_finite": "of the sums that reduce_sums has read",
+    "balancing.lacked_room": "of the sums that reduce_sums has read",
+    "balancing.metrics": "of the sums that reduce_sums has read",
 }
 
 
@@ -116,6 +118,23 @@ def test_a_layer_of_experts_waits_once_for_the_sizes_of_its_exchange() -> None:
     for found in run_ranks(2, reads_of_a_step, flags):
         layers, micro_batches = 2, 2
         assert found.pop("dispatch._exchange_counts") == layers * micro_batches
+        assert found == SUMS
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "flags",
+    [
+        further("--dp 1"),
+        further("--dp 1 --moe-expert-capacity-factor 1"),
+        "--dp 2 --ep 2 --moe-expert-rank-capacity-factor 2",
+        "--dp 2 --ep 2 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+    ],
+)
+def test_no_layer_of_experts_waits_whose_rows_stay_or_have_rooms(flags: str) -> None:
+    """In 16 bits, in which all products are those of torch's operator, which takes sizes of the device."""
+    flags = f"--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --bf16 {flags}"
+    for found in run_ranks(world_size_of(flags), reads_of_a_step, flags):
         assert found == SUMS
 
 

@@ -37,6 +37,8 @@ def probed(**values: Any) -> str:
         (probed(tflops=float("inf")), "tflops=inf must be a number above 0"),
         (probed(tflops={}), "tflops={} must be a number above 0"),
         (probed(tflops=2000), "tflops=2000 is above the peak of h100-sxm, 989"),
+        (probed(tflops=600, memory_gb_s=4000), "memory_gb_s=4000 is above hbm_gb_s of h100-sxm, 3350"),
+        (probed(tflops=600, attention_tflops=0), "attention_tflops=0 must be a number above 0"),
         (probed(host_seconds_a_layer=-1), "host_seconds_a_layer=-1 must be a number above 0"),
         (probed(device="NVIDIA A100-SXM4-80GB", tflops=200), "which is a100-sxm, and --device is h100-sxm"),
         (probed(device="x86_64", type="cpu", tflops=0.1), "measured cpu, which is cpu, and --device is h100-sxm"),

@@ -1,11 +1,13 @@
 """Tests of the time model against the published steps that it is calibrated on."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
+from paths import ROOT
 
-from benchmarks.calibration import Errors, PublishedStep, errors, fitted, loss, published_steps
-from megatronish.estimate.planner.device_speed import FITTED, Efficiencies
+from benchmarks.calibration import Errors, PublishedStep, errors, fitted, loss, measured_steps, published_steps
+from megatronish.estimate.planner.device_speed import FITTED, Efficiencies, known_error
 from megatronish.estimate.planner.step_time import StepSeconds
 from megatronish.specs.flops import model_flops_per_token
 
@@ -22,9 +24,8 @@ def printed() -> list[StepSeconds]:
     return [step.printed(Efficiencies()) for step in published_steps()]
 
 
-def errors_of(name: str, seconds: list[float]) -> Errors:
-    """Errors of these seconds of all published steps, and a line about them."""
-    steps = published_steps()
+def errors_of(name: str, seconds: list[float], steps: Sequence[PublishedStep] = published_steps()) -> Errors:
+    """Errors of these seconds of published steps, and a line about them."""
     found = errors(seconds, [step.seconds for step in steps], [flops_a_device(step) for step in steps])
     print(
         f"\n{len(steps)} published steps, {name}: MAPE {found.mean:.2%}, p90 {found.p90:.2%}, worst {found.worst:.2%}, "
@@ -53,6 +54,28 @@ def test_published_steps_are_predicted_as_a_plan_prints_them(capsys: pytest.Capt
     with capsys.disabled():
         simulated = errors_of("as printed", [each.expected for each in printed()])
     assert_near(simulated, worst=0.105)
+
+
+def test_steps_are_split_into_those_of_the_fit_and_those_of_the_test_before_it() -> None:
+    assert sum(step.is_fitted for step in measured_steps()) == 140
+    assert len(measured_steps()) == 140 + 276
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("many", [False, True], ids=["one node", "several nodes"])
+def test_steps_that_were_kept_from_the_fit_are_predicted(capsys: pytest.CaptureFixture[str], many: bool) -> None:
+    kept = [step for step in measured_steps() if not step.is_fitted and (step.candidate.mesh.world_size > 8) == many]
+    steps = [step.printed(Efficiencies()) for step in kept]
+    parts = [known_error(step.device, step.work.model).part for step in kept]
+    ends = [(step.low * (1 - part), step.high * (1 + part)) for step, part in zip(steps, parts, strict=True)]
+    inside = sum(low <= step.seconds <= high for step, (low, high) in zip(kept, ends, strict=True)) / len(kept)
+    with capsys.disabled():
+        found = errors_of("kept from the fit", [step.expected for step in steps], kept)
+        print(f"{inside:.0%} of them inside the printed interval")
+    of_them = f"{len(kept)} | {100 * found.mean:.1f} % | {100 * found.p90:.0f} % | {100 * inside:.0f} % |"
+    assert of_them in (ROOT / "docs/PLANNER.md").read_text(encoding="utf-8")
+    assert found.mean <= 0.08
+    assert inside >= 0.80
 
 
 @pytest.mark.sweep

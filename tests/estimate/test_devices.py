@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatronish.estimate.costs.devices import peak_tflops
+from megatronish.estimate.planner.devices import peak_tflops
 
 
 @pytest.mark.parametrize(

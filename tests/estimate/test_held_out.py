@@ -6,6 +6,7 @@ What a publication leaves out (recomputed operators, hidden transfers) is guesse
 from typing import NamedTuple
 
 import pytest
+from paths import ROOT
 
 from megatronish.config.read import read_config
 from megatronish.estimate.costs.candidate import config_of
@@ -100,5 +101,9 @@ def test_steps_of_other_machines_and_models_are_predicted(capsys: pytest.Capture
         print(f"\n{len(errors)} published rates, none fitted: MAPE {mean:.1%}")
         for name, error in errors.items():
             print(f"  {name:<30}{error:+.1%}")
+    page = (ROOT / "docs/PLANNER.md").read_text(encoding="utf-8")
+    assert f"the mean error is {100 * mean:.1f} %" in page
+    for first, last in ((0, 4), (4, 6), (6, 8), (8, 10), (10, 11)):
+        assert f"| {'; '.join(f'{100 * error:+.0f} %' for error in list(errors.values())[first:last])} |" in page
     assert mean < 0.10
     assert max(map(abs, errors.values())) < 0.15

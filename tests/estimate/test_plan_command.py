@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from scripts import run_script
 from sweeps import further
 
 from megatronish.commands.plan import main, split
 from megatronish.config.check import refuse_unrunnable_plans
 from megatronish.config.read import read_config
+from megatronish.estimate.planner.calibrate import calibrated
+from megatronish.estimate.planner.device_speed import Efficiencies, Links
 from megatronish.estimate.planner.devices import find_device
 
 SMALL = [
@@ -181,12 +184,15 @@ def collective(name: str, *, ranks: int, nodes: int, bandwidth: float, alpha: fl
 def test_measurements_calibrate_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured, device = tmp_path / "measured.jsonl", tmp_path / "mine.toml"
     probe = {"device": "MyGPU", "precision": "bf16", "tflops": 600.0, "host_seconds_a_layer": 2e-4}
+    probe |= {"memory_gb_s": 2478.0, "attention_tflops": 400.0}
     lines = [
         json.dumps({"probe": probe}),
         collective("all_reduce", ranks=8, nodes=1, bandwidth=160e9, alpha=60e-6),
         collective("all_reduce", ranks=8, nodes=1, bandwidth=160e9, alpha=60e-6),
         collective("all_gather", ranks=8, nodes=1, bandwidth=9e9, alpha=1.0, accepted=False),
         collective("all_gather", ranks=16, nodes=2, bandwidth=256e9, alpha=80e-6),
+        collective("send_recv", ranks=8, nodes=1, bandwidth=90e9, alpha=15e-6),
+        collective("send_recv", ranks=16, nodes=2, bandwidth=5e9, alpha=1.0),
     ]
     measured.write_text("\n".join(lines))
     words = ["--config", SMALL[1], "--vocab-size", "128256", "--device", "h100-sxm", "--calibrate", str(measured)]
@@ -196,9 +202,11 @@ def test_measurements_calibrate_a_device(tmp_path: Path, capsys: pytest.CaptureF
     mine = find_device(str(device))
     assert mine.flops("bf16") == pytest.approx(600e12)
     assert mine.host_us == pytest.approx(200)
+    assert mine.hbm_gb_s == pytest.approx(3000) and mine.attention_tflops == 400
     assert mine.all_reduce_gb_s == pytest.approx(160 * 2 * 7 / 8)
     assert mine.latency_us == pytest.approx(10)
     assert mine.network_all_reduce_gb_s == pytest.approx(256 * 15 / 16 / 8)
+    assert (mine.send_gb_s, mine.send_us) == (pytest.approx(90), pytest.approx(15))
     status, out, _ = plan(*SMALL[:6], "--device", str(device), "--layouts", "1", capsys=capsys)
     assert status == 0
     assert "calibrated: matrix products and host of MyGPU" in out
@@ -218,9 +226,29 @@ def test_a_probe_of_this_machine_calibrates_a_device(tmp_path: Path, capsys: pyt
     words = ["--config", str(ROOT / "configs/quick.toml"), "--vocab-size", "257", "--device", "cpu"]
     status, out, _ = plan(*words, "--probe", str(measured), capsys=capsys)
     assert status == 0, out
-    (row,) = map(json.loads, measured.read_text().splitlines())
+    (row,) = map(json.loads, measured.read_text().splitlines())  # a CPU has no links unless --gpus says so
     assert row["probe"]["tflops"] > 0
     assert 1e-6 < row["probe"]["host_seconds_a_layer"] < 1
+    assert row["probe"]["memory_gb_s"] > 0
     status, out, _ = plan(*words, "--gpus", "2", "--calibrate", str(measured), "--layouts", "2", capsys=capsys)
     assert status == 0
     assert "calibrated: matrix products and host of" in out
+
+
+@pytest.mark.processes
+def test_a_probe_measures_the_links_of_the_ranks_of_a_machine(tmp_path: Path) -> None:
+    measured = tmp_path / "probe.jsonl"
+    words = ["--config", str(ROOT / "configs/quick.toml"), "--vocab-size", "257", "--device", "cpu", "--gpus", "2"]
+    done = run_script(["tools/plan.py", *words, "--probe", measured], tmp_path)
+    assert done.status == 0, done.errors
+    row, *links = map(json.loads, measured.read_text().splitlines())
+    assert row["probe"]["tflops"] > 0
+    assert {line["fit"]["collective"] for line in links} == {"all_reduce", "send_recv"}
+    # Runs of a busy machine may differ by more than a fit allows: the numbers are those of a quiet one.
+    accepted = [line | {"fit": line["fit"] | {"accepted": True, "reason": None}} for line in links]
+    measured.write_text("".join(json.dumps(line) + "\n" for line in (row, *accepted)))
+    device = calibrated(find_device("cpu"), [measured])
+    assert device.calibrated is not None and "transfers between two devices" in device.calibrated
+    assert device.all_reduce_gb_s != find_device("cpu").all_reduce_gb_s
+    of_pair = Links.of(device, Efficiencies())
+    assert of_pair.send(1, 2, 1e9) == pytest.approx(1 / device.send_gb_s + 1e-6 * device.send_us)

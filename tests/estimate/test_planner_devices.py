@@ -8,8 +8,7 @@ import pytest
 
 from megatronish.commands.plan import main
 from megatronish.core.errors import UserError
-from megatronish.estimate.costs.devices import peak_tflops
-from megatronish.estimate.planner.devices import device_of, device_table, find_device, network_gb_s
+from megatronish.estimate.planner.devices import device_of, device_table, find_device, network_gb_s, peak_tflops
 
 
 def printed(arguments: list[str], *, status: int = 0) -> str:
@@ -19,7 +18,7 @@ def printed(arguments: list[str], *, status: int = 0) -> str:
     return out.getvalue() + errors.getvalue()
 
 
-def test_every_row_has_a_source_and_the_peak_of_the_other_table() -> None:
+def test_every_row_has_a_source_and_a_possible_rate() -> None:
     names = {"a100-sxm": "NVIDIA A100-SXM4-80GB", "h100-sxm": "NVIDIA H100 80GB HBM3", "b200": "NVIDIA B200"}
     for name, device in device_table().items():
         assert device.source, name
@@ -55,6 +54,12 @@ def test_devices_of_small_machines_have_rows(by_torch: str, name: str) -> None:
     assert device.bf16_tflops == peak_tflops(by_torch, "fp16")
     assert device.fp32_tflops == pytest.approx(peak_tflops(by_torch, "fp32") or 0)
     assert device.has_bf16 == (peak_tflops(by_torch, "bf16") is not None)
+
+
+def test_boards_of_little_power_sustain_less_than_others() -> None:
+    sustained = {name: device.sustained for name, device in device_table().items()}
+    assert {name for name, part in sustained.items() if part < 0.88} == {"t4", "a10"}  # 70 and 150 W
+    assert find_device("a10").flops("fp16") < find_device("a6000").flops("fp16") / 1.5  # one chip, half of the power
 
 
 def test_a_plan_in_bf16_of_a_device_without_it_is_refused() -> None:

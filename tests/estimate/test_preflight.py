@@ -169,6 +169,9 @@ def test_data_of_another_content_is_told(tmp_path: Path) -> None:
     assert status == 1
     assert "problem: data train is " in output
     assert " on rank 0 and unreadable (" in output
+    status, output = said_of_run([argv, argv], [folders[1], folders[1]])
+    assert status == 1, "equal on all ranks, and no data"
+    assert re.search(r"problem: data train is unreadable \(.*corpus.idx.*\) on ranks 0-1", output)
 
 
 def test_a_run_compares_its_ranks_and_ends(tmp_path: Path) -> None:

@@ -179,16 +179,19 @@ def test_the_conventional_row_takes_more_stages_before_it_recomputes_whole_layer
 
 def test_what_is_known_of_the_error_widens_the_interval() -> None:
     search = search_of("gpt3-175b")
-    assert search.error.part == 0.12 and "401 published steps that it was not fitted to" in search.error.reason
+    assert search.error.part == 0.12 and "276 published steps that were kept from the fit" in search.error.reason
     for other in (search_of("llama-70b"), search_of("qwen3-30b-a3b")):
         assert other.error.part == 0.26
     assert "no step of h100-sxm is among" in search_of("llama-70b").error.reason
     assert "no step of experts or h100-sxm is among" in search_of("qwen3-30b-a3b").error.reason
     calibrated = replace(search, device=replace(search.device, calibrated="a probe"))
     assert calibrated.error.part == 0.21
-    step = plan_of(search, Candidate(MeshSizes(8, 8, 16, 1, 1, 8), zero=1, sequence_parallel=True)).step
-    low, high = search.interval(step)
+    candidate = Candidate(MeshSizes(8, 8, 16, 1, 1, 8), zero=1, sequence_parallel=True)
+    step = plan_of(search, candidate).step
+    low, high = search.interval(step, candidate)
     assert low == pytest.approx(0.88 * step.low) and high == pytest.approx(1.12 * step.high)
+    low, high = search.interval(step, candidate._replace(schedule="zb-v", chunks=2))  # no step of it was published
+    assert low == pytest.approx(0.88 * step.low) and high == pytest.approx(1.22 * step.high)
 
 
 @pytest.mark.long

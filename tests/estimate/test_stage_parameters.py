@@ -7,13 +7,15 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.commands.configuration import read_config
+from megatronish.config.config import Config
 from megatronish.engine.build import execution_of, with_adapters
+from megatronish.estimate.costs.memory import expected_memory
 from megatronish.estimate.costs.stage_parameters import StageParameter, stage_parameters
 from megatronish.launch.place import Place
 from megatronish.optim.muon import matrices_of
 from megatronish.parallel.bucketing import cut_into_buckets, padded_size
 from megatronish.parallel.mesh import Mesh, leave
-from megatronish.parallel.pipeline.stage import build_stage
+from megatronish.parallel.pipeline.stage import ModelStage, build_stage
 from megatronish.parallel.sharding import Sharding
 from megatronish.parallel.stages import Stages
 
@@ -58,15 +60,15 @@ def as_listed(name: str, tensor: torch.Tensor, sharding: Sharding) -> StageParam
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stage", ["first", "last"])
-def test_the_list_is_that_of_the_model(name: str, stage: str) -> None:
-    argv = f"--mock-data --vocab-size 90 --num-layers 4 --train-iters 1 {SIZES} {CASES[name]}".split()
-    config = read_config(argv).config
+def config_of(flags: str) -> Config:
+    argv = f"--mock-data --vocab-size 90 --num-layers 4 --train-iters 1 {SIZES} {flags}".split()
+    return read_config(argv).config
+
+
+def built_by(config: Config, *, pp: int = 0) -> tuple[ModelStage, Stages]:
+    """The model of the first rank of a pipeline stage, with its adapters, without memory."""
     model, layout = config.model, config.layout
-    rank = layout.rank(pp=layout.pp - 1 if stage == "last" else 0)
-    has_experts = model.num_experts is not None
+    rank, has_experts = layout.rank(pp=pp), model.num_experts is not None
     mesh = Mesh.of(
         config.parallel,
         Place(rank, layout.world_size, 0, 1),
@@ -88,10 +90,20 @@ def test_the_list_is_that_of_the_model(name: str, stage: str) -> None:
         )
         if config.adapter.is_used:
             built = with_adapters(built, config.adapter, device=torch.device("meta"))
+        return built, stages
     finally:
         leave()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stage", ["first", "last"])
+def test_the_list_is_that_of_the_model(name: str, stage: str) -> None:
+    config = config_of(CASES[name])
+    place = config.layout.pp - 1 if stage == "last" else 0
+    built, stages = built_by(config, pp=place)
     parameters = dict(built.model.named_parameters())
-    listed = stage_parameters(config, stages.load(mesh.pp.rank, 8), vocab_size=90)
+    listed = stage_parameters(config, stages.load(place, 8), vocab_size=90)
     found = [each._replace(cut=tuple(sorted(each.cut)), sources=frozenset(), learns=True) for each in listed]
     assert found == [as_listed(each, parameters[each], built.shardings[each]) for each in parameters]
     for each in listed:
@@ -99,6 +111,23 @@ def test_the_list_is_that_of_the_model(name: str, stage: str) -> None:
         users = built.model.users()[each.name]
         assert each.sources == {(user.chunk, kind if user.is_linear else "B") for user in users}
         assert each.learns == (not config.adapter.is_used or ".adapters." in each.name)
+
+
+@pytest.mark.parametrize("etp", [1, 2, 4])
+@pytest.mark.parametrize(
+    "adapter", ["lora --lora-rank 3", "lora --lora-rank 3 --quantize-base int8", "ia3 --adapter-targets down"]
+)
+def test_bytes_of_adapters_of_experts_are_those_of_the_model(adapter: str, etp: int) -> None:
+    """Factors that etp does not cut, and scales, are whole on each of its ranks."""
+    layout = f"--tp 4 --ep 2 --etp {etp} --dp 2 --disable-bias-linear"
+    config = config_of(f"{layout} {LLAMA} {EXPERTS} --load never-read --adapter-type {adapter}")
+    built, stages = built_by(config)
+    tensors = dict(built.model.named_parameters())
+    learned = sum(tensor.numel() for name, tensor in tensors.items() if ".adapters." in name)
+    (memory,) = expected_memory(config, stages.loads(8), vocab_size=90)
+    assert memory.optimizer == 8 * learned
+    assert memory.gradients == 4 * learned
+    assert memory.parameters == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def test_buckets_take_parameters_until_they_are_full_and_are_padded_for_every_rank() -> None:

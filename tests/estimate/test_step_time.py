@@ -11,9 +11,10 @@ from megatronish.config.read import read_config
 from megatronish.estimate.costs.candidate import config_of, without_layout
 from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.estimate.costs.traffic import expected_traffic
-from megatronish.estimate.planner.device_speed import reservations
+from megatronish.estimate.planner.device_speed import Efficiencies, reservations
 from megatronish.estimate.planner.devices import find_device
 from megatronish.estimate.planner.exact import exact_step
+from megatronish.estimate.planner.layer_time import Passes
 from megatronish.estimate.planner.named_layout import read_layout
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.step_time import StepSeconds
@@ -87,6 +88,7 @@ def test_what_no_measured_step_confirms_is_said() -> None:
         ("--adapter-type lora --load x --quantize-base nf4", "decoding a quantised base is counted by its bytes alone"),
         (f"--objective dpo {CHAT}", "the loss over pairs is not counted"),
         ("--optimizer muon", "Newton-Schulz iterations of three products in fp32"),
+        ("--qk-clip", "a product of queries and keys more in each forward is counted"),
         ("--optimizer-cpu-offload", "the update by the CPU are not modelled"),
     ):
         assert part in said(flags)
@@ -135,3 +137,92 @@ def test_transfers_grow_evenly_with_the_micro_batches() -> None:
     ]
     assert transfers == sorted(transfers)
     assert transfers[-1] < 1.1 * transfers[0]
+
+
+LATENT = (
+    "--multi-latent-attention --no-group-query-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128"
+)
+
+
+def test_a_transfer_may_be_waited_for_and_its_slices_are_put_together() -> None:
+    step, whole = (step_of(f"tp=4,pp=4,zero=1{shared}", gpus=16) for shared in (",sp", ""))
+    chunks = step_of("tp=4,pp=4,zero=1,sp,schedule=interleaved,chunks=2", gpus=16)
+    for each in (step, whole, chunks):
+        assert 0 < each.pipeline.hidden < each.pipeline.transfers
+        assert each.high - each.low >= each.pipeline.hidden
+    assert whole.pipeline.transfers > 1.05 * step.pipeline.transfers  # ranks of tp gather what each got a slice of
+    assert chunks.pipeline.transfers > 1.2 * step.pipeline.transfers  # twice as many, both ways at once
+
+
+def test_a_softmax_of_many_operations_takes_longer_to_launch_and_to_compute() -> None:
+    fused, chain = (passes_of("tp=4,zero=1", f"--attention-backend {name}") for name in ("fused_softmax", "unfused"))
+    assert chain.forward.attention > 2 * fused.forward.attention
+    tiny = "--seq-length 128 --hidden-size 512 --ffn-hidden-size 1024"
+    fused, chain = (passes_of("zero=1", f"{tiny} --attention-backend {name}") for name in ("fused_softmax", "unfused"))
+    waiting = chain.forward.host - fused.forward.host
+    assert waiting == pytest.approx(4 / 25 * 1e-6 * Efficiencies().host_us, rel=0.1)
+
+
+def passes_of(layout: str, flags: str) -> Passes:
+    """Times of a layer, of which the model has but one kind."""
+    argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), *flags.split()]
+    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    search = Search(config, Workload.of(config, 128256), find_device("h100-sxm"), 8)
+    ((passes,), _, _) = search.clock.of_kinds(read_layout(layout, gpus=8))
+    return passes
+
+
+@pytest.mark.parametrize("layout", ["tp=4,zero=1", "tp=4,sp,zero=1", "tp=4,sp,zero=1,recompute=full"])
+@pytest.mark.parametrize("flags", ["", LATENT, LATENT.replace("--q-lora-rank 1536", "")], ids=["plain", "mla", "no q"])
+def test_tp_takes_as_long_as_the_bytes_that_the_layers_of_the_engine_send(layout: str, flags: str) -> None:
+    """Of latents and hidden states; without latency."""
+    candidate, sent, planned = read_layout(layout, gpus=8), list[float](), 0.0
+    for num_layers in (2, 4):
+        argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), "--num-layers", str(num_layers), *flags.split()]
+        config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+        work, device = Workload.of(config, 128256), replace(find_device("h100-sxm"), latency_us=1e-9)
+        layers, run = Search(config, work, device, 8).clock.layers, config_of(config, candidate)
+        passes = layers.passes(work.kinds[0], candidate)
+        planned = (passes.forward.tensor + passes.backward.tensor) * layers.links.bandwidth(4, 1) * 4 / 3
+        m = candidate.num_microbatches(config.global_batch_size)
+        stages = Stages.of(run.parallel, run.model, vocab_size=128256, seq_length=8192)
+        traffic = expected_traffic(run, stages.loads(m)[0], 0, vocab_size=128256)
+        # Under sequence parallelism all-reduces are of gradients of whole weights, once a step.
+        times = {"all-gather": 1, "reduce-scatter": 1} if candidate.sequence_parallel else {"all-reduce": 2}
+        sent.append(sum(number * traffic.get(TrafficKey("tp", kind), 0) for kind, number in times.items()) / m)
+    assert planned == pytest.approx((sent[1] - sent[0]) / 2, rel=1e-6)
+
+
+def test_ways_down_are_of_a_ranks_own_tokens_under_sequence_parallelism_alone() -> None:
+    whole, own, alone = (passes_of(layout, LATENT).forward.products for layout in ("tp=8", "tp=8,sp", "tp=1"))
+    assert own < 1.3 * alone / 8
+    # Of 4096 x 2112 products a token each of eight ranks has all, and not an eighth.
+    assert whole - own == pytest.approx(7 / 8 * passes_down(), rel=0.1)
+
+
+def passes_down() -> float:
+    """Seconds of the ways down of all tokens, on one rank."""
+    with_ways, without = (passes_of("tp=1", LATENT.replace("1536", rank)).forward.products for rank in ("3072", "1536"))
+    up = 32 * 192 / 4096  # the way up from a latent of so many features over that down to it
+    of_queries = (with_ways - without) / (1 + up)
+    return of_queries * (1536 + 576) / 1536
+
+
+def test_latents_go_round_a_ring_in_a_plan_too() -> None:
+    latent, plain = passes_of("cp=8", LATENT), passes_of("cp=8", f"{LATENT} --kv-lora-rank 100000")
+    assert latent.forward.context < 0.3 * plain.forward.context
+    deferred = passes_of("cp=4,pp=2,schedule=zb-h1", LATENT)
+    assert deferred.forward.context > 5 * passes_of("cp=4,pp=2", LATENT).forward.context
+
+
+@pytest.mark.parametrize("asked", ["--qk-clip", "--log-max-attention-logit"])
+def test_a_pass_over_queries_and_keys_finds_the_largest_logits(asked: str) -> None:
+    for layout, flags in (("tp=4,sp", ""), ("tp=4,sp", LATENT), ("cp=4", "")):
+        plain, clipped = passes_of(layout, flags), passes_of(layout, f"{flags} {asked}")
+        assert clipped.forward.attention > 1.3 * plain.forward.attention
+        assert (clipped.backward, clipped.weight) == (plain.backward, plain.weight)
+    # Keys of the whole sequence are gathered for it, and latents do not go round then.
+    assert clipped.forward.context > plain.forward.context
+    latent, clipped = passes_of("cp=4", LATENT), passes_of("cp=4", f"{LATENT} {asked}")
+    assert clipped.forward.context > 5 * latent.forward.context

@@ -285,6 +285,25 @@ def _is_read(pipe: Path) -> bool:
     return True
 
 
+@pytest.mark.parametrize("target", ["megatronish", "hf", "megatron-dist"])
+def test_ctrl_c_while_tensors_are_written_leaves_nothing(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch wraps whatever ends a write of its checkpoints, an interrupt too."""
+
+    def interrupted(tensor: LazyTensor, _bar: Any) -> LazyTensor:
+        def press(_values: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        return tensor.mapped(press)
+
+    monkeypatch.setattr("megatronish.formats.convert._counted", interrupted)
+    words = ["--from", "hf", "--to", target, "--load", str(HF / "llama"), "--save", str(tmp_path / "save")]
+    assert main(words) == 130
+    assert capsys.readouterr().err.strip().endswith("interrupted")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     pipe = tmp_path / "config.json"
     os.mkfifo(pipe)
@@ -301,18 +320,19 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
         assert (job.wait(), job.errors) == (130, "interrupted\n")
 
 
-# Memory: 110 MB are converted by a process that may have a quarter of that beyond what it holds before.
+# Memory: a process may hold twice the largest tensor beyond what it holds before, and some buffers.
 
 BIG = {
     "model_type": "llama",
-    "vocab_size": 2048,
+    "vocab_size": 16384,
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
-LARGEST = 2 * 1408 * 512 * 4  # bytes of gate and up-projection
+LARGEST = 16384 * 512 * 4  # bytes of the embedding
+BUFFERS = 16 * 2**20
 IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
@@ -320,6 +340,9 @@ from megatronish.formats.convert import convert
 
 def there_and_back(theirs, folder):
     convert(theirs, folder / "ours", source="hf", target="megatronish")
+    for name in ("megatron", "megatron-dist"):
+        convert(folder / "ours", folder / name, source="megatronish", target=name)
+        convert(folder / name, folder / f"again {name}", source=name, target="megatronish")
     convert(folder / "ours", folder / "theirs", source="megatronish", target="hf")
 
 small, big, folder = map(Path, sys.argv[1:4])
@@ -335,11 +358,11 @@ there_and_back(big, folder / "big")
 def test_a_model_larger_than_the_memory_that_is_allowed_is_converted(tmp_path: Path) -> None:
     big = tmp_path / "theirs"
     write_zeros(big)
-    assert (big / FILE).stat().st_size > 19 * LARGEST
+    assert (big / FILE).stat().st_size > 5 * LARGEST
     for name in ("small", "big"):
         (tmp_path / name).mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", IN_LITTLE_MEMORY, HF / "llama", big, tmp_path, str(5 * LARGEST)],
+        [sys.executable, "-c", IN_LITTLE_MEMORY, HF / "llama", big, tmp_path, str(2 * LARGEST + BUFFERS)],
         # glibc gives blocks of more than 32 MB back when they are freed; here those of 1 MB, for tensors are small.
         env=os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"},
         capture_output=True,
@@ -347,7 +370,7 @@ def test_a_model_larger_than_the_memory_that_is_allowed_is_converted(tmp_path: P
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "big" / "theirs" / FILE).stat().st_size > 19 * LARGEST
+    assert (tmp_path / "big" / "theirs" / FILE).stat().st_size > 5 * LARGEST
 
 
 def write_zeros(folder: Path) -> None:

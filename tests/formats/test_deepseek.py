@@ -345,7 +345,7 @@ def test_an_adapter_has_the_names_of_peft_and_comes_back(tmp_path: Path) -> None
 
 
 LAYOUTS = ["--tp 2 --sequence-parallel --pp 2", "--dp 2 --ep 2 --zero-stage 3"]
-COMMON = f"{MOCK} --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --eval-iters 0 --device cpu"
+COMMON = f"{MOCK} --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --eval-iters 0 --device cpu"
 
 
 @pytest.mark.parametrize("name", some_of(LATENT, ["deepseek_v3"]))

@@ -1,15 +1,18 @@
 """Tests of runs from foreign models with parts of their own: twenty steps in a layout are those of one process.
 
-Steps are those of SGD: Adam's would make rounding of gradients near zero as large as any other gradient.
+Steps are those of SGD: Adam's would make rounding of gradients near zero as large as any other gradient. One process
+takes each global batch as a single micro-batch, ranks take two where a pipeline needs them.
 """
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conversions import to_hf
-from jobs import MOCK, steps_of, train_on_ranks
+from jobs import MOCK, Seen, steps_of, train_on_ranks
 from sweeps import some_of
 
 from megatronish.config.sections.model import ModelConfig
@@ -65,6 +68,30 @@ def write_model(folder: Path, model: ModelConfig) -> None:
     to_hf(folder.with_name("ours"), folder)
 
 
+Serial = Callable[[str], tuple[Path, dict[int, Seen]]]
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> Serial:
+    """A family's model, and the steps of one process that starts from it: made once for all layouts."""
+
+    @cache
+    def made(name: str) -> tuple[Path, dict[int, Seen]]:
+        folder = tmp_path_factory.mktemp(name)
+        write_model(folder / "theirs", ModelConfig(**(LLAMA | FAMILIES[name])))
+        return folder / "theirs", steps_from(folder / "theirs", folder / "run", "--micro-batch-size 4")
+
+    return made
+
+
+def steps_from(model: Path, run_dir: Path, flags: str, *, world_size: int = 1) -> dict[int, Seen]:
+    """Twenty steps of a run that starts from a foreign model."""
+    common = f"--load-hf {model} --run-dir {run_dir} --seq-length {LENGTH} --global-batch-size 4 --train-iters 20"
+    common = f"{common} --optimizer sgd --lr 0.1 --eval-iters 0 --device cpu {MOCK}"
+    train_on_ranks([*common.split(), *flags.split()], world_size=world_size)
+    return steps_of(run_dir)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layout", "world_size"),
@@ -72,15 +99,11 @@ def write_model(folder: Path, model: ModelConfig) -> None:
     ids=lambda value: str(value).replace(" ", ""),
 )
 def test_twenty_steps_from_a_foreign_model_are_those_of_one_process(
-    tmp_path: Path, name: str, layout: str, world_size: int
+    tmp_path: Path, serial: Serial, name: str, layout: str, world_size: int
 ) -> None:
-    write_model(tmp_path / "theirs", ModelConfig(**(LLAMA | FAMILIES[name])))
-    assert read_hf_config(tmp_path / "theirs").origin["model_type"] == name
-    common = f"--load-hf {tmp_path / 'theirs'} --seq-length {LENGTH} --micro-batch-size 1 --global-batch-size 4"
-    common = f"{common} --train-iters 20 --optimizer sgd --lr 0.1 --eval-iters 0 --device cpu {MOCK}"
-    for folder, flags, ranks in (("serial", "", 1), ("spread", layout, world_size)):
-        train_on_ranks([*common.split(), "--run-dir", str(tmp_path / folder), *flags.split()], world_size=ranks)
-    here, there = steps_of(tmp_path / "spread"), steps_of(tmp_path / "serial")
-    assert len(there) == 20
-    for step, seen in there.items():
-        assert here[step] == pytest.approx(seen, rel=1e-5), f"step {step}"
+    model, expected = serial(name)
+    assert read_hf_config(model).origin["model_type"] == name
+    seen = steps_from(model, tmp_path / "run", f"--micro-batch-size 2 {layout}", world_size=world_size)
+    assert len(expected) == 20
+    for step, each in expected.items():
+        assert seen[step] == pytest.approx(each, rel=1e-5), f"step {step}"

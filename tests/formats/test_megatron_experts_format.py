@@ -21,7 +21,8 @@ from megatron_files import (
 )
 from sweeps import some_of
 
-from megatronish.config.sections.model import ExpertOptions, ModelConfig
+from megatronish.config.sections.experts import ExpertOptions
+from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.core.layout import ExpertLayout
 from megatronish.formats.convert import convert
@@ -71,6 +72,8 @@ QWEN = replace(
     moe_router_load_balancing_type="global_aux_loss",
 )
 SQUARED = replace(MIXTRAL, swiglu=False, squared_relu=True, normalization="LayerNorm", num_layers=2)
+BIASES: dict[str, Any] = {"disable_bias_linear": False, "moe_add_bias_linear": True}
+BIASED = replace(MIXTRAL, moe_layer_freq="[0, 1, 1, 1]", **BIASES)
 SHAPES = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen": QWEN, "squared relu": SQUARED}
 LAYOUTS: list[dict[str, Any]] = [
     {
@@ -121,6 +124,30 @@ def test_a_conversion_to_our_checkpoints_and_back_is_the_same_to_the_bit(tmp_pat
     assert {name: expected[name].tolist() for name in model.state()} == {
         name: bias.tolist() for name, bias in model.state().items()
     }
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_biases_of_experts_come_back_from_every_rank(tmp_path: Path, impl: Any) -> None:
+    expected = random_model(BIASED)
+    layout = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    save(tmp_path / "a", BIASED, expected, **layout, transformer_impl=impl)
+    model = torch_load(tmp_path / "a", "01_001")["model"]
+    prefix = "decoder.layers.1.mlp."
+    second = ("linear_fc1.bias1", "linear_fc2.bias1")
+    if impl == "local":
+        second = ("local_experts.1.linear_fc1.bias", "local_experts.1.linear_fc2.bias")
+    for name, ours in zip(second, ("gate_up", "down"), strict=True):
+        assert torch.equal(model[f"{prefix}experts.{name}"], expected[f"layers.1.mlp.experts.{ours}.bias"][3].flatten())
+    assert torch.equal(model[f"{prefix}router.bias"], expected["layers.1.mlp.router.logit_bias"])
+    assert_same(load(tmp_path / "a")[1], expected)
+
+
+def test_flags_of_experts_with_biases_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "a", BIASED, random_model(BIASED))
+    for flag in ("--no-bias-swiglu-fusion", "--expert-tensor-parallel-size 1 --no-bias-dropout-fusion"):
+        assert flag in caplog.text
+    with pytest.raises(UserError, match="1 set of biases of an expert cannot be cut by an expert tensor parallel size"):
+        save(tmp_path / "b", BIASED, random_model(BIASED), tensor_parallel_size=2)
 
 
 def test_biases_of_routers_stay_in_fp32_whatever_is_asked_for(tmp_path: Path) -> None:
@@ -275,7 +302,6 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], fields: dict[
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"add_bias_linear": True}, r"its experts have biases \(add_bias_linear\)"),
         ({"moe_expert_capacity_factor": 1.25}, r"trained with moe_expert_capacity_factor \(1.25\)"),
         ({"moe_latent_size": 4}, "trained with moe_latent_size"),
         ({"moe_apply_probs_on_input": True}, "trained with moe_apply_probs_on_input"),
@@ -285,6 +311,10 @@ def test_arguments_mean_what_they_mean_there(args: dict[str, Any], fields: dict[
         (
             {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
             "type is .*'seq_aux_loss'], and a router has one balancing loss here; load it",
+        ),
+        (
+            {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
+            "its shared experts have biases .add_bias_linear.",
         ),
         ({"moe_aux_loss_coeff": [1e-3, 1]}, r"moe_aux_loss_coeff is \[0.001, 1\], and a router has one"),
         ({"moe_router_topk": 5}, "do not fit together: moe_router_topk=5 must be at most num_experts=4"),
@@ -306,6 +336,9 @@ def test_arguments_without_a_counterpart_are_refused(args: dict[str, Any], messa
     ("changes", "message"),
     [
         ({"disable_bias_linear": False}, "no counterpart for experts without biases in a model with biases; keep"),
+        ({"moe_add_bias_linear": True}, "moe_add_bias_linear with disable_bias_linear"),
+        (BIASES | {"moe_shared_expert_intermediate_size": 8}, "moe_add_bias_linear with shared experts"),
+        (BIASES | {"swiglu": False, "openai_gelu": True}, "moe_add_bias_linear with openai_gelu"),
         ({"moe_expert_capacity_factor": 1.0}, "no counterpart for moe_expert_capacity_factor"),
         ({"moe_router_topk": 1}, "moe_router_topk=1 with a weight that is always 1"),
         (

@@ -415,7 +415,10 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         (lambda content: content.update(checkpoint_version=1.0), "checkpoint_version 1.0, whose queries"),
         (lambda content: content.pop("checkpoint_version"), "checkpoint_version 0, whose queries"),
         (without("hidden_size", "seq_length"), "its arguments lack hidden_size, seq_length"),
-        (change_args(num_experts=8), r"its experts have biases \(add_bias_linear\)"),
+        (
+            change_args(num_experts=8, moe_shared_expert_intermediate_size=8),
+            r"its shared experts have biases \(add_bias_linear\)",
+        ),
         (change_args(onnx_safe=True), r"onnx_safe \(True\), which our model does not have"),
         (change_args(multi_latent_attention=True), r"its arguments lack kv_lora_rank, .* the sizes of its latents"),
         (change_args(**LATENTS, rotary_interleaved=True), "latent attention has rotary_interleaved True"),

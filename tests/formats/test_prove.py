@@ -1,5 +1,7 @@
 """Tests of proofs: a conversion that lost or changed something is not proved, and rules must be one to one."""
 
+import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_models import write_adapter, write_chat_model
 from conversions import to_ours
 from expert_models import write_family
 from paths import GOLDEN
@@ -53,6 +56,49 @@ def test_a_folder_that_transformers_cannot_load_is_told(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=model, __version__="4.0"))
     with pytest.raises(UserError, match=r"llama is not proved: transformers 4.0 cannot load it \('rope_type'\); fetch"):
         compare_logits(HF / "llama")
+
+
+def say_of_transformers(monkeypatch: pytest.MonkeyPatch, spec: Any) -> None:
+    """From now on this is what is known of an installed transformers."""
+    look_up = importlib.util.find_spec
+
+    def said(name: str, *more: Any) -> Any:
+        return spec if name == "transformers" else look_up(name, *more)
+
+    monkeypatch.setattr("importlib.util.find_spec", said)
+
+
+def test_logits_are_compared_of_a_folder_with_tensors_that_may_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(HF / "llama", folder)
+    tensors = load_file(folder / "model.safetensors") | {"odd.thing": torch.ones(2)}
+    save_file(tensors, folder / "model.safetensors")
+
+    def there(path: Path, **_keywords: Any) -> Any:
+        def logits(tokens: torch.Tensor, **_more: Any) -> SimpleNamespace:
+            return SimpleNamespace(logits=our_logits(path, tokens, allow_unmatched=True))
+
+        return SimpleNamespace(float=lambda: SimpleNamespace(eval=lambda: logits))
+
+    model = SimpleNamespace(from_pretrained=there)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=model, __version__="4.0"))
+    say_of_transformers(monkeypatch, True)
+    words = ["--from", "hf", "--to", "megatronish", "--load", str(folder), "--save", str(tmp_path / "out"), "--prove"]
+    assert main([*words, "--allow-unmatched", "odd.*"]) == 0
+    assert "random tokens differ from those of transformers 4.0 by 0.0e+00" in capsys.readouterr().out
+
+
+def test_a_conversion_that_merges_an_adapter_is_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_of_transformers(monkeypatch, None)
+    folder, adapter = write_chat_model(tmp_path / "base"), write_adapter(tmp_path / "adapter", seed=1)
+    words = ["--from", "hf", "--to", "megatronish", "--load", str(folder), "--save", str(tmp_path / "out"), "--prove"]
+    assert main([*words, "--adapter", str(adapter)]) == 0
+    told = capsys.readouterr().out
+    assert "proved: the 15 tensors read" in told and f"are those of {folder} with {adapter}, bit for bit" in told
 
 
 def test_a_target_with_one_other_bit_is_not_proved(tmp_path: Path) -> None:

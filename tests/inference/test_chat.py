@@ -24,7 +24,7 @@ from megatronish.inference.load import find_trained, load_found, load_model
 from megatronish.inference.session import Continuation, Session
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Mesh
-from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
 
 chat = COMMANDS["chat"].main()
 generate = COMMANDS["generate"].main()

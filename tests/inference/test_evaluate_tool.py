@@ -20,6 +20,7 @@ from megatronish.commands.inference_flags import EvaluateArguments as Arguments
 from megatronish.commands.main import COMMANDS
 from megatronish.commands.perplexity import be_rank, prepare, run, start_mesh, tell_of_short_windows
 from megatronish.core.errors import UserError
+from megatronish.core.remote import RemotePath
 from megatronish.data.indexed import IndexedWriter
 from megatronish.data.text import Windows
 from megatronish.engine.engine import Engine
@@ -167,6 +168,21 @@ def test_json_lines_are_the_same_as_the_files_made_of_them(
     num_bytes = sum(len(text.encode()) for text in TEXTS)
     assert ours["text_bytes"] == num_bytes
     assert ours["bits_per_byte"] == pytest.approx(loss * num / math.log(2) / num_bytes, rel=1e-5)
+
+
+def test_a_text_on_object_storage_is_read_through_the_cache(runs: dict, lines: Path, tmp_path: Path) -> None:
+    prefix, store = write(tmp_path / "text", documents_of(TEXTS)), RemotePath(f"memory://{tmp_path.name}")
+    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), lines):
+        with (store / path.name).open("wb") as file:
+            file.write(path.read_bytes())
+    cache = {"data_store_cache_path": str(tmp_path / "cache"), "data_store_cache_size": 0.001}
+    for name, path in (("text", prefix), ("text.jsonl", str(lines))):
+        disk, streamed = (
+            found_by(tmp_path, load=runs["gpt2"], data_path=place, **cache) for place in (path, f"{store.url}/{name}")
+        )
+        for number in ("tokens", "documents", "loss", "text_bytes"):
+            assert disk[number] == streamed[number]
+    assert any((tmp_path / "cache" / "blocks").rglob("00"))
 
 
 def test_bad_lines_are_named_and_counted(

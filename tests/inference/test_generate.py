@@ -36,7 +36,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.model.gpt import GPT
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.pipeline.executor import Executor
-from megatronish.tokenizer.tokenizer import BytesTokenizer
+from megatronish.tokenizer.plain import BytesTokenizer
 
 HF = GOLDEN / "hf"
 PROMPT = "def "

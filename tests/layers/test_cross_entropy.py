@@ -17,6 +17,7 @@ from megatronish.launch.place import Place
 from megatronish.layers.vocabulary import vocab_parallel_cross_entropy
 from megatronish.ops import cross_entropy
 from megatronish.parallel.mesh import Axis, Mesh
+from megatronish.specs.chunk_sizes import CPU
 
 S, B, V, PADDED = 5, 3, 300, 384
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
@@ -74,7 +75,7 @@ def test_logits_of_16_bits_lose_nothing_but_the_rounding_of_their_gradient(dtype
 def test_chunks_change_no_bit(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels, weights = make_logits(scale=3.0, dtype=dtype), make_labels(), torch.rand(S, B)
     expected = losses_and_gradient(logits, labels, weights)
-    monkeypatch.setattr(cross_entropy, "CHUNK", chunk)
+    monkeypatch.setattr(cross_entropy, "chunk_sizes", lambda _: CPU._replace(logits=chunk))
     for found, whole in zip(losses_and_gradient(logits, labels, weights), expected, strict=True):
         assert torch.equal(found, whole)
 
@@ -140,7 +141,7 @@ def test_beside_the_logits_stands_a_chunk_and_no_more(
 ) -> None:
     """Logits of 2 MiB (fp32: 4 MiB), whose exponentials in fp32 would be 4 MiB more."""
     num_tokens, vocab_size, chunk = 512, 2048, 2**14
-    monkeypatch.setattr(cross_entropy, "CHUNK", chunk)
+    monkeypatch.setattr(cross_entropy, "chunk_sizes", lambda _: CPU._replace(logits=chunk))
     leaf = torch.randn(num_tokens, 1, vocab_size).to(dtype).requires_grad_()
     logits = leaf.view_as(leaf)
     gradients: list[Tensor] = []

@@ -1,10 +1,14 @@
 """Tests of grouped products: torch's operator where it can be called, and a loop over groups elsewhere, agree."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
 
+from megatronish.ops import gradient_sum
 from megatronish.ops import grouped_mm as ops
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.ops.grouped_mm import Groups
 
 SIZES = (5, 0, 17, 1, 0, 41)
@@ -59,6 +63,43 @@ def test_the_operator_is_left_alone_where_an_operand_begins_between_multiples_of
     moved = flat[1:].view_as(weight).copy_(weight)  # as in a bucket of several parameters
     assert not ops._fits(x, moved) and not ops._fits(x[:, :15], weight[..., :15].contiguous())
     assert_products(x, moved, dy, groups, tolerance=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_a_group_without_rows_has_no_gradient_where_torch_leaves_old_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's kernel does on sm_100."""
+    real = torch.nn.functional.grouped_mm
+
+    def leaving(*given: Tensor, offs: Tensor) -> Tensor:
+        y = real(*given, offs=offs)
+        if y.dim() == 3:
+            y[[1, 4]] = torch.nan
+        return y
+
+    x, weight, dy, groups = operands(torch.bfloat16, "cpu", in_size=16, out_size=24)
+    monkeypatch.setattr(ops.F, "grouped_mm", leaving)
+    assert_products(x, weight, dy, groups, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_large_matrices_are_summed_unrounded_where_a_gemm_can(dtype: torch.dtype) -> None:
+    """As a GPU adds them, by products of copies in fp32; not where the host would wait for the sizes."""
+    x, weight, dy, groups = operands(dtype, "cpu", in_size=16, out_size=24)
+    expected = by_group(x, weight, dy)[2]
+    unknown = Groups(groups.ends)
+    with (
+        patch.object(gradient_sum, "sums_unrounded", lambda *_: True),
+        patch.object(ops, "sums_unrounded", lambda *_: True),
+    ):
+        for number, is_large, of in ((1, True, groups), (2, False, groups), (3, True, unknown)):
+            total = torch.full(weight.shape, torch.nan)
+            for is_new in (True, False):
+                ops.add_grouped_weight_gradient(GradientSum(total, is_new), dy, x, of, is_large=is_large)
+            error = float((total.double() / 2 - expected).abs().max() / expected.abs().max())
+            assert error <= (1e-6 if number == 1 else 1e-2)
+            rounded = (total / 2).to(dtype).float()
+            assert torch.equal(rounded, total / 2) == (number > 1), "what is rounded is a number of 16 bits"
+            assert not total[1].any(), "a group without rows"
+    assert not unknown.has_sizes
 
 
 @pytest.mark.gpu

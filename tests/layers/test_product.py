@@ -25,6 +25,7 @@ from megatronish.layers.linear import (
 from megatronish.layers.product import DENSE, DenseProduct, Product
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.model.gpt import GPT
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.sharding import Piece, collect_shardings, initialize
@@ -133,7 +134,7 @@ def train_and_compare(axis: Axis, case: Case) -> None:
     net.down.weight.requires_grad_(case.frozen != "parameter")
 
     sums = {parameter: torch.zeros_like(parameter) for name, parameter in parameters.items() if "weight" in name}
-    queue = WeightGradients(sums)
+    queue = WeightGradients(lambda weight: GradientSum(sums[weight]))
     split_backward(net, queue if case.deferred else None)
     batches = inputs()
     for _ in range(NUM_STEPS):

@@ -24,6 +24,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
+from megatronish.layers import recompute as layer
 from megatronish.layers.dropout import SITES
 from megatronish.layers.recompute import Recompute, restoring
 from megatronish.model.batch import MicroBatch
@@ -244,3 +245,15 @@ def test_inputs_that_wait_in_the_cpus_memory_come_back() -> None:
         found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
         assert saved.num_bytes > 0
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_gradients_of_what_is_computed_again_keep_their_strides() -> None:
+    """A copy in other strides is summed in another order by the backward before: the last bits would differ."""
+    x = torch.randn(4, 6, requires_grad=True)
+    strides = []
+    for is_again in (False, True):
+        y = x * 2
+        y.register_hook(lambda gradient: strides.append(gradient.stride()))
+        run = torch.t
+        (layer.recompute(run, y) if is_again else run(y)).mul(torch.ones(6, 4)).sum().backward()
+    assert strides == [(1, 4)] * 2

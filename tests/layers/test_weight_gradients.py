@@ -1,6 +1,7 @@
 """Tests of weight gradients that layers add themselves, at once or after the last W action: autograd's sums."""
 
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from megatronish.layers.product import Product
 from megatronish.layers.vocabulary import TiedOutputLayer, VocabParallelEmbedding, vocab_parallel_cross_entropy
 from megatronish.layers.weight_gradients import WeightGradients, add_in_place
 from megatronish.model.batch import MicroBatch
+from megatronish.ops import gradient_sum
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
-from megatronish.parallel.data_parallel.gradients import GradientBuckets, Source, plan_buckets
+from megatronish.parallel.data_parallel.gradients import Bucket, GradientBuckets, Source, plan_buckets
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.pipeline.executor import Boundary, ChunkOutput, Executor
 from megatronish.parallel.schedules.plan import Action
@@ -44,6 +47,8 @@ class Case(NamedTuple):
     bf16: bool = False
     checkpointed: bool = False
     in_place: bool = False
+    unrounded: bool = False
+    """As a GEMM on CUDA sums bf16: products are added to the sums in fp32."""
 
 
 class Net(nn.Module):
@@ -89,15 +94,26 @@ class Net(nn.Module):
         return found | {TIED: frozenset({(0, "B"), (last, "W" if split else "B")})}
 
 
+class Poisoned(GradientBuckets):
+    """Buckets whose memory holds NaN where it is taken and not written, as it may."""
+
+    def _whole(self, bucket: Bucket) -> Bucket:
+        is_there = bucket.flat is not None and bucket.flat.untyped_storage().nbytes() > 0
+        whole = super()._whole(bucket)
+        for name in () if is_there else whole.plan.names:
+            whole.views[name].fill_(torch.nan)
+        return whole
+
+
 class Noted(WeightGradients):
     """Notes how many positions of each x are kept, and how many buckets are on their way after each delivery."""
 
-    def __init__(self, sums: dict[nn.Parameter, Tensor], buckets: GradientBuckets) -> None:
+    def __init__(self, buckets: GradientBuckets) -> None:
         def delivered(weight: nn.Parameter) -> None:
             buckets.weight_gradient_ready(weight)
             self.launched.append(buckets.num_launched)
 
-        super().__init__(sums, delivered=delivered)
+        super().__init__(buckets.sum_of, delivered=delivered)
         self.lengths: set[int] = set()
         self.launched: list[int] = []
 
@@ -127,7 +143,12 @@ class Seen(NamedTuple):
 
 def train(place: Place, layout: Layout, cases: list[Case]) -> list[Seen]:
     mesh = Mesh.start(layout, rank=place.rank, init_method=place.rendezvous)
-    return [gradients(mesh, case) for case in cases]
+    seen = []
+    for case in cases:
+        unrounded = case.unrounded
+        with patch.object(gradient_sum, "sums_unrounded", lambda *_, answer=unrounded: answer):
+            seen.append(gradients(mesh, case))
+    return seen
 
 
 def gradients(mesh: Mesh, case: Case) -> Seen:
@@ -138,14 +159,16 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     parameters = dict(net.to(dtype).named_parameters())
     if schedule.has_weight_gradients:
-        split_backward(net, WeightGradients({}))  # so that `sources` knows; replaced below
+        split_backward(
+            net, WeightGradients(lambda weight: GradientSum(weight))
+        )  # so that `sources` knows; replaced below
     settings = DataParallelSettings(dtype=dtype)
     plans = plan_buckets(
         parameters, shardings, mesh.domains, bucket_size=1, alignment=settings.alignment, sources=net.sources()
     )
-    buckets = GradientBuckets(parameters, plans, settings)
+    buckets = Poisoned(parameters, plans, settings, gives_back=True)
     views = {name: buckets.sums[parameter] for name, parameter in parameters.items()}
-    queue = Noted(buckets.sums, buckets)
+    queue = Noted(buckets)
     split_backward(net, queue if schedule.has_weight_gradients else None)
     if case.in_place:
         add_in_place(net, buckets.sum_of)
@@ -179,6 +202,7 @@ def gradients(mesh: Mesh, case: Case) -> Seen:
     return first
 
 
+LATER = (("zb-h1", 1), ("zb-v", 2))
 CASES = [
     (kind, variant)
     for kind in ("alone", "tp", "sequence_parallel", "dp")
@@ -212,6 +236,40 @@ def test_deferred_weight_gradients_are_those_of_an_undivided_backward(kind: str,
                 atol = max(1e-6, share * float(gradient.abs().max()))
                 torch.testing.assert_close(gradient, whole.gradients[name], rtol=1e-5, atol=atol, msg=name)
                 assert not bf16 or name == TIED or torch.equal(gradient, whole.gradients[name])
+
+
+@pytest.mark.parametrize("kind", some_of(["alone", "tp", "sequence_parallel", "dp"], ["alone", "sequence_parallel"]))
+def test_weight_gradients_in_bf16_are_summed_in_fp32_where_the_product_adds_them(kind: str) -> None:
+    """At once and by W actions alike, checkpointed or not, tied or not: not rounded to bf16, and close to what is."""
+    layout = {"alone": Layout(), "dp": Layout(dp=2)}.get(kind, Layout(tp=2))
+    rounded = Case("1f1b", sequence_parallel=kind == "sequence_parallel", bf16=True)
+    at_once = rounded._replace(in_place=True, unrounded=True)
+    cases = [
+        at_once,
+        at_once._replace(checkpointed=True),
+        *(at_once._replace(schedule=schedule, num_chunks=chunks) for schedule, chunks in LATER),
+    ]
+    for plain, first, *others in run_ranks(layout.world_size, train, layout, [rounded, *cases]):
+        assert first.loss == plain.loss and first.launched == plain.launched
+        for name, gradient in first.gradients.items():
+            apart = float((gradient - plain.gradients[name]).abs().max())
+            assert apart <= NUM_MICROBATCHES * layout.dp * 2**-8 * float(gradient.abs().max()), name
+            is_product = name.endswith("weight") and gradient.dim() == 2
+            assert not is_product or not torch.equal(gradient.bfloat16().float(), gradient), name
+            for other in others:
+                torch.testing.assert_close(other.gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_adds_products_to_sums_in_fp32(dtype: torch.dtype) -> None:
+    assert gradient_sum.sums_unrounded("cuda", dtype)
+    a, b = (torch.randn(shape, device="cuda").to(dtype) for shape in ((257, 96), (257, 33)))
+    product = a.double().t() @ b.double()
+    total = torch.full((96 * 33 + 1,), torch.nan, device="cuda")[1:].view(96, 33)  # misaligned, as a bucket's may be
+    for number in (1, 2):
+        GradientSum(total, is_new=number == 1).add_product(a.t(), b)
+        torch.testing.assert_close(total.double(), number * product, rtol=1e-5, atol=1e-4)
 
 
 def test_buckets_leave_while_the_last_weight_gradients_are_computed() -> None:

@@ -15,6 +15,7 @@ from megatronish.layers.recompute import recompute
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.model import mlp
 from megatronish.ops import activation
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel, dense_domain
 from megatronish.parallel.sharding import collect_shardings, initialize
 from megatronish.specs.layers import LayerSpec
@@ -44,7 +45,7 @@ def results(
     x.requires_grad_()
     weights = {name: p for name, p in one.named_parameters() if name.endswith("weight")}
     sums = {parameter: torch.zeros_like(parameter) for parameter in weights.values()}
-    defer = WeightGradients(sums)
+    defer = WeightGradients(lambda weight: GradientSum(sums[weight]))
     if split:
         split_backward(one, defer)
         defer.fill(chunk=0, micro_batch=0)

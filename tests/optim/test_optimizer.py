@@ -75,6 +75,32 @@ def test_steps_are_those_of_torch(config: OptimizerConfig, is_cycled: bool) -> N
     assert optimizer.num_steps == 4
 
 
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
+def test_gradients_may_be_divided_as_the_kernel_reads_them(
+    config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what a division before the step would divide them by, and they stay divided; not where masters are here."""
+    divided, reads_divided = parameters_of(), parameters_of()
+    optimizer, gradients = optimizer_of(divided, config)
+    reference, expected = optimizer_of(reads_divided, config)
+    assert not optimizer.divides
+    for step, divisor in enumerate([3.0, 1.0, 0.3]):
+        fill(gradients, step)
+        fill(expected, step)
+        for gradient in expected.values():
+            gradient.mul_(1 / divisor)
+        optimizer.step(learning_rate=0.1, weight_decay=0.1, divisor=divisor)
+        reference.step(learning_rate=0.1, weight_decay=0.1)
+        for name in SHAPES:
+            torch.testing.assert_close(gradients[name], expected[name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(divided[name], reads_divided[name], rtol=1e-6, atol=1e-7)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    assert optimizer.divides
+    assert not optimizer_of(parameters_of(), OptimizerConfig(optimizer="muon"))[0].divides
+    monkeypatch.setattr("megatronish.optim.adam.find_fused_adam", lambda _: FusedAdamChoice(FusedAdam, "for the test"))
+    assert config is SGD or not optimizer_of(parameters_of(), config)[0].divides
+
+
 def test_only_matrices_decay() -> None:
     parameters = parameters_of()
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -273,9 +299,26 @@ def test_the_norm_and_the_zeros_are_of_all_elements() -> None:
     assert float(global_norm({"dense": []}, **axes)) == 0.0
 
 
-def test_the_norm_does_not_depend_on_how_a_long_gradient_is_cut() -> None:
-    """Summed in fp32 all along, three million elements on one rank would differ from seven parts by 1e-5 and more."""
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_norm_does_not_depend_on_how_a_long_gradient_is_cut(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summed in fp32 all along, three million elements on one rank would differ from seven parts by 1e-5 and more.
+
+    Of all parts at once, as on a GPU, or of one after the other.
+    """
+    if at_once:
+        module = sys.modules[global_norm.__module__]
+        monkeypatch.setattr(module, "sums_of_squares", lambda tensors: [module.sum_at_once(tensors)])
     flat = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0)) * 1e-3
     exact = float(flat.double().square().sum().sqrt())
     for parts in ([flat], list(flat.chunk(7)), [flat[:5], flat[5:5], flat[5:]]):
-        assert float(global_norm({"dense": parts}, ALONE, pp=Axis("pp"), device=CPU)) == pytest.approx(exact, rel=1e-7)
+        norm = float(global_norm({"dense": parts}, ALONE, pp=Axis("pp"), device=CPU))
+        assert norm == pytest.approx(exact, rel=1e-10 if at_once else 1e-7)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_same_norm() -> None:
+    flat = torch.randn(3_000_001, device="cuda") * 1e-3
+    exact = float(flat.double().square().sum().sqrt())
+    parts = [flat[:5], flat[5:5], flat[5:]]
+    norm = global_norm({"dense": parts}, ALONE, pp=Axis("pp"), device=torch.device("cuda"))
+    assert float(norm) == pytest.approx(exact, rel=1e-10)

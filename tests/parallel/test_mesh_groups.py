@@ -4,6 +4,8 @@ torch has a backend that connects nothing and is meant for this: one process sta
 """
 
 from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.launch.place import Place
-from megatronish.parallel.mesh import Axis, Mesh, backend_of
+from megatronish.parallel import mesh as mesh_module
+from megatronish.parallel.mesh import LINE_BLOCKS, LINE_ENDS, WAITED_FOR, Axis, Mesh, backend_of, options_of
 
 GPU = torch.device("cuda", 5)
 BACKEND = "cpu:fake,cuda:fake"  # as cpu:gloo,cuda:nccl
@@ -108,3 +111,36 @@ def test_the_part_of_a_backend_for_a_device() -> None:
     assert backend_of("cuda", "cpu:gloo,cuda:nccl") == "cuda:nccl"
     assert backend_of("cpu", "gloo") == "gloo"
     assert backend_of("cpu", "ucc", otherwise="gloo") == "gloo"
+
+
+class Options:
+    """Stands for ProcessGroupNCCL.Options, which a torch without CUDA lacks."""
+
+    def __init__(self, *, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+def test_what_a_layer_waits_for_goes_first_and_lines_between_stages_take_few_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    minutes = timedelta(minutes=3)
+    for name in ("tp", "cp", "ep", "etp", "F up", "B down"):
+        options = options_of(name, "cuda:nccl", minutes)
+        assert (options.is_high_priority_stream, options._timeout) == (True, minutes)
+        assert options.config.max_ctas == (LINE_BLOCKS if " " in name else None)
+        assert options is not options_of(name, "cuda:nccl", minutes)  # torch writes the ranks of its group into it
+    for name, backend in (("shard", "cuda:nccl"), ("tp", "cpu:gloo"), ("tp", "cpu:gloo,cuda:nccl"), ("tp", None)):
+        assert options_of(name, backend, minutes) is None
+    assert options_of("tp", "nccl", None)._timeout == timedelta(minutes=10)
+
+
+def test_every_group_of_a_mesh_gets_the_options_of_its_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lines the names are those of the mesh, not only of the test above."""
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(mesh_module, "options_of", lambda name, backend, _: asked.setdefault(name, backend) and None)
+    mesh = started(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)
+    assert {line.name for line in mesh.p2p_axes.values()} <= {name for name in asked if name.endswith(LINE_ENDS)}
+    assert set(WAITED_FOR) & asked.keys() == {"tp", "cp"}

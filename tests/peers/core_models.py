@@ -170,6 +170,22 @@ TYPED: dict[str, dict[str, Any]] = {
         "no_rope_freq": [0, 1, 0, 1],
     },
     "mixtral": EXPERTS | {"num_experts": 4, "moe_router_dtype": "fp32"},
+    "mixtral with biases": EXPERTS
+    | {
+        "num_experts": 4,
+        "moe_router_dtype": "fp32",
+        "moe_layer_freq": [0, 1, 1, 1],
+        "add_bias_linear": True,
+        "bias_swiglu_fusion": False,  # its fused operator knows no biases of experts
+    },
+    "experts of gelu with biases": EXPERTS
+    | {
+        "num_experts": 4,
+        "moe_router_dtype": "fp32",
+        "swiglu": False,
+        "add_bias_linear": True,
+        "bias_gelu_fusion": False,
+    },
     "deepseek": EXPERTS
     | {
         "num_experts": 8,

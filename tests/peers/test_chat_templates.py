@@ -7,7 +7,7 @@ from chat_formats import SMOLLM_3, VERIFIED, ChatForm
 from chat_tokenizers import DATE, byte_level, encode, encoder, said
 
 from megatronish.data.chat.template import ChatTemplate
-from megatronish.tokenizer.tokenizer import HuggingFaceTokenizer
+from megatronish.tokenizer.hugging_face import HuggingFaceTokenizer
 
 pytestmark = pytest.mark.peers("transformers")
 

@@ -17,8 +17,8 @@ from megatronish.data.chat.template import ChatTemplate, Rendering
 from megatronish.formats import tokenizer_files
 from megatronish.formats.chat_files import with_chat_files
 from megatronish.formats.hf.tensors import describe
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.names import tokenizer_in
-from megatronish.tokenizer.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.peers("transformers")
 TEXTS = ("Hello, wörld 123", "a  b\n\n c", "</s> x", "")

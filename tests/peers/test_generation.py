@@ -58,3 +58,16 @@ def test_the_likeliest_text_is_the_same(tmp_path: Path, name: str) -> None:
     to_ours(tmp_path / "theirs", tmp_path / "ours")
     for layout in (Layout(), Layout(tp=2)) if name in ("gpt2", "llama") else (Layout(),):
         assert run_ranks(layout.world_size, written_by, tmp_path / "ours", layout, prompts, length)[0] == expected
+
+
+def test_texts_that_cross_the_original_context_of_longrope_are_the_same(tmp_path: Path) -> None:
+    """Of 8 tokens: prompts that end before it, at it, and beyond it; keys and values are then computed once more."""
+    model = peer.random_model("phi3-longrope")
+    assert model.config.original_max_position_embeddings == 8
+    prompts = [peer.tokens()[0, :size].tolist() for size in (7, 8, 9, 12)]
+    expected = [written_there(model, prompt, 12) for prompt in prompts]
+    model.save_pretrained(tmp_path / "theirs")
+    to_ours(tmp_path / "theirs", tmp_path / "ours")
+    assert all(len(text) > 2 for text in expected)
+    for layout in (Layout(), Layout(tp=2)):
+        assert run_ranks(layout.world_size, written_by, tmp_path / "ours", layout, prompts, 12)[0] == expected

@@ -189,4 +189,4 @@ def test_what_a_user_does_wrong_is_one_sentence(
         assert words in error, error
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     assert evaluate(f"{own} --tasks choices".split()) == 2
-    assert capsys.readouterr().err == "lm_eval is not installed; pip install megatronish[eval]\n"
+    assert capsys.readouterr().err == "lm_eval is not installed; pip install 'megatronish[eval]'\n"

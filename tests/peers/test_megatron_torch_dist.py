@@ -54,6 +54,7 @@ TWO_RANKS = [
     ("gpt-oss", (2, 1, 1)),
     ("gpt-oss", (1, 2, 1)),
     ("deepseek", (1, 1, 2)),
+    ("mixtral with biases", (1, 1, 2)),
     ("latent", (2, 1, 1)),
 ]
 """Models and layouts: tensor, pipeline and expert parallel size."""
@@ -72,6 +73,9 @@ def save_there(folder: Path, name: str, metadata: str, layout: tuple[int, int, i
     tp_size, pp_size, ep_size = layout
     args = arguments(name, tp_size, pp_size, expert_model_parallel_size=ep_size)
     model = their_model(args)
+    if layout == (1, 1, 1):  # biases begin at zero, where none could be told from another
+        for bias in (each for name, each in model.named_parameters() if name.endswith(".bias")):
+            bias.normal_(0.0, 0.3)
     iteration = folder / "iter_0000007"
     iteration.mkdir(parents=True, exist_ok=True)
     known = METADATA[metadata]

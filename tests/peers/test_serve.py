@@ -23,7 +23,7 @@ from paths import ROOT
 
 from megatronish.commands.main import COMMANDS
 from megatronish.inference.load import find_trained
-from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
 
 serve = COMMANDS["serve"].main()
 
@@ -58,6 +58,7 @@ def served(folder: Path, flags: str = "") -> Iterator[Any]:
     try:
         line = process.stdout.readline()
         assert line.startswith("serving base, a, b at http://127.0.0.1:"), line
+        assert process.stdout.readline() == f"to chat in a browser: {line.split()[-1].removesuffix('v1')}\n"
         yield openai.OpenAI(base_url=line.split()[-1], api_key="none", max_retries=0, timeout=60)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -272,7 +273,7 @@ def test_what_keeps_a_server_from_starting_is_one_sentence(
     assert "--port 70000 must be from 0 to 65535" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert serve(load.split()) == 2
-    assert capsys.readouterr().err == "fastapi is not installed; pip install megatronish[serve]\n"
+    assert capsys.readouterr().err == "fastapi is not installed; pip install 'megatronish[serve]'\n"
 
 
 def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path: Path, folder: Path) -> None:
@@ -307,7 +308,7 @@ def test_two_models_answer_on_a_page(client: Any, tmp_path: Path) -> None:
     texts = [asked(client, model, messages=[{"role": "user", "content": "<b>x"}]) for model in ("base", "b")]
     with browser(tmp_path) as page:
         page.open(address)
-        page.wait_for("document.querySelectorAll('#first option').length === 3")
+        page.wait_for("document.querySelectorAll('#first option').length === 3 && !at('send').disabled")
         page.run("at('second').value = 'b'; at('second').dispatchEvent(new Event('change')); 0")
         page.run("at('temperature').value = 0; at('max_tokens').value = 20; at('text').value = '<b>x'; 0")
         page.run("at('form').requestSubmit(); 0")
@@ -320,3 +321,14 @@ def test_two_models_answer_on_a_page(client: Any, tmp_path: Path) -> None:
         page.wait_for("document.querySelectorAll('.error').length === 2")
         assert "max_tokens" in page.run("document.querySelector('.error').textContent")
         assert not [told for told in page.complaints if "400" not in told]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_a_page_that_knows_no_models_keeps_the_question_and_says_so(tmp_path: Path) -> None:
+    """A file of its own has no server to ask."""
+    with browser(tmp_path) as page:
+        page.open((ROOT / "megatronish" / "inference" / "chat_page.html").as_uri())
+        page.run("at('text').value = 'early'; at('form').requestSubmit(); 0")
+        assert page.run("at('text').value") == "early"
+        page.wait_for("document.querySelectorAll('.error').length === 1")
+        assert "load the page again" in page.run("document.querySelector('.error').textContent")

@@ -147,11 +147,14 @@ def test_the_likeliest_text_is_the_same(tmp_path: Path, name: str) -> None:
 
 
 def test_further_predictions_are_those_of_its_own_modules(tmp_path: Path) -> None:
-    """Of depth one and two, by modules that transformers reads from our files; it computes no loss of them."""
+    check_predictions(tmp_path, random_decoder(CONFIGS["v3, yarn"]))
+
+
+def check_predictions(folder: Path, model: Any) -> None:
+    """Losses of depth one and two are those of modules that transformers reads from our files; it computes none."""
     depths, tokens = 2, peer.tokens()
-    model = random_decoder(CONFIGS["v3, yarn"])
-    model.save_pretrained(tmp_path / "theirs")
-    description, tensors = open_hf(tmp_path / "theirs")
+    model.save_pretrained(folder / "theirs")
+    description, tensors = open_hf(folder / "theirs")
     description = replace(description, model=replace(description.model, mtp_num_layers=depths))
     generator = torch.Generator().manual_seed(1)
     weights = {name: tensor.read() for name, tensor in tensors.items()}
@@ -159,11 +162,11 @@ def test_further_predictions_are_those_of_its_own_modules(tmp_path: Path) -> Non
         std, mean = (0.3, 1.0) if len(sharding.shape) == 1 and not is_bias(name) else (0.3, 0.0)
         weights.setdefault(name, torch.randn(sharding.shape, generator=generator) * std + mean)
     lazy = {name: LazyTensor(tuple(x.shape), x.dtype, x.clone) for name, x in weights.items()}
-    native.write(tmp_path / "ours", Model(description, lazy))
-    to_hf(tmp_path / "ours", tmp_path / "back")
+    native.write(folder / "ours", Model(description, lazy))
+    to_hf(folder / "ours", folder / "back")
 
-    theirs = peer.load(tmp_path / "back")
-    theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\..*"]  # where it has V3's number of layers
+    theirs = peer.load(folder / "back")
+    theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\..*"]  # where the published number of layers is
     modules = peer.transformers.modeling_layers.MtpModel.from_pretrained(theirs).eval()
     hidden = theirs.model(tokens, use_cache=False).last_hidden_state
     length, expected = tokens.shape[1], []
@@ -176,7 +179,7 @@ def test_further_predictions_are_those_of_its_own_modules(tmp_path: Path) -> Non
         logits = theirs.lm_head(hidden)[:, : length - 1 - depth]
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1 + depth :].flatten())
         expected.append(float(losses.detach()))
-    assert losses_ahead(tmp_path / "ours", tokens, depths) == pytest.approx(expected, rel=1e-5)
+    assert losses_ahead(folder / "ours", tokens, depths) == pytest.approx(expected, rel=1e-5)
 
 
 def losses_ahead(folder: Path, tokens: torch.Tensor, depths: int) -> list[float]:

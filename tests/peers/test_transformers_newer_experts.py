@@ -131,6 +131,11 @@ def test_the_likeliest_text_is_the_same(tmp_path: Path, name: str) -> None:
     latent.check_text(tmp_path, latent.random_decoder(CONFIGS[name]))
 
 
+@pytest.mark.parametrize("name", ["glm", "glm, norms of heads", "glm, groups"])
+def test_further_predictions_are_those_of_its_own_modules(tmp_path: Path, name: str) -> None:
+    latent.check_predictions(tmp_path, latent.random_decoder(CONFIGS[name]))
+
+
 def test_weights_in_4_bits_are_those_of_transformers() -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", exc_type=ImportError)
     made = peer.torch.Generator().manual_seed(3)

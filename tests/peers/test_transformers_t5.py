@@ -19,8 +19,8 @@ from megatronish.formats.prove import compare_logits, our_model
 from megatronish.inference.generate import Sampling, generate
 from megatronish.inference.load import load_model
 from megatronish.model.batch import MicroBatch
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.control_tokens import SpanTokens
-from megatronish.tokenizer.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.peers("transformers")
 transformers: Any = pytest.importorskip(

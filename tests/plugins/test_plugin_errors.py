@@ -41,7 +41,7 @@ register_objective("failing", Failing)
 """
 TOKENIZER = """
 from megatronish.plugins import register_tokenizer
-from megatronish.tokenizer.tokenizer import BytesTokenizer
+from megatronish.tokenizer.plain import BytesTokenizer
 
 class Failing(BytesTokenizer):
     def encode(self, text):

@@ -2,10 +2,13 @@
 
 import io
 import json
+import os
 import re
+import shutil
 import socket
 import urllib.error
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +105,38 @@ def test_files_of_other_programs_are_left_out(tmp_path: Path, broken: str) -> No
     picture_of(folder)
 
 
+HUGE = "1" + "0" * 400  # an integer that no float holds
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("metrics.jsonl", f'{{"step": 1{"0" * 30}, "loss": 1.0}}'),
+        ("metrics.jsonl", f'{{"step": 1, "loss": {HUGE}}}'),
+        ("metrics.jsonl", '{"step": 1, "\\ud800": 1.0}'),
+        ("evaluations.jsonl", f'{{"step": 1, "name": "\\ud800", "loss": {HUGE}}}'),
+        ("evaluations.jsonl", '{"step": 1, "name": "\\ud800", "loss": 1.0}'),
+        ("ranks.jsonl", '{"step": 1, "seconds": []}'),
+        ("ranks.jsonl", f'{{"step": 1, "seconds": [{HUGE}]}}'),
+        ("health.json", f'{{"phase": "step", "time": {HUGE}}}'),
+        ("health.json", '{"phase": "\\ud800", "time": 1.0}'),
+        ("logs/rank_0.log", f"at step {'9' * 5000}"),
+    ],
+)
+def test_values_that_no_run_writes_are_left_out(tmp_path: Path, name: str, text: str) -> None:
+    folder = written(tmp_path / "run")
+    (folder / name).write_text(text)
+    write_page([folder], tmp_path / "page.html")
+    Console(file=io.TextIOWrapper(io.BytesIO(), "utf-8"), width=60).print(picture_of(folder, width=60)[0])
+
+
+def test_a_folder_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:
+    folder = written(tmp_path / os.fsdecode(b"r\xffun"))
+    write_page([folder], tmp_path / "page.html")
+    assert "<title>r?un" in (tmp_path / "page.html").read_text()
+    Console(file=io.TextIOWrapper(io.BytesIO(), "utf-8"), width=60).print(picture_of(folder, width=60)[0])
+
+
 def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"is not a run folder: it has neither metrics\.jsonl nor config\.toml"):
         contents_of(tmp_path)
@@ -118,7 +153,10 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_commands_write_a_page_and_show_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written(tmp_path / "run")
     assert run(["report", str(folder)]) == 0
-    assert (folder / "report.html").stat().st_size > 50_000
+    own = (folder / "report.html").read_bytes()
+    assert len(own) > 50_000
+    assert run(["report", str(folder), str(written(tmp_path / "other"))]) == 0
+    assert (folder / "report.html").read_bytes() == own != (folder / "compared.html").read_bytes()
     assert run(["watch", str(folder)]) == 0  # it has finished: one picture, and the end
     told = capsys.readouterr().out
     assert "page: http://127.0.0.1:" in told
@@ -136,6 +174,19 @@ def test_the_server_answers_this_machine_alone(tmp_path: Path) -> None:
         request = urllib.request.Request(address, headers={"Host": "evil.example:80"})
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(request, timeout=30)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_server_says_what_became_of_the_folder(tmp_path: Path, host: str) -> None:
+    folder = written(tmp_path / "日本")
+    with served([folder], port=0, every=5) as address:
+        request = urllib.request.Request(address, headers={"Host": host})  # as browsers name port 80
+        assert urllib.request.urlopen(request, timeout=30).status == 200
+        shutil.rmtree(folder)
+        with pytest.raises(urllib.error.HTTPError, match="500") as refused:
+            urllib.request.urlopen(request, timeout=30)
+        with refused.value as answer:
+            assert "日本 is not a run folder" in answer.read().decode()
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
@@ -156,8 +207,51 @@ def test_a_run_without_a_step_has_a_picture(tmp_path: Path) -> None:
 def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": {99 if step == 7777 else 1}}}\n' for step in range(20_000)))
-    steps, values = curves_of(path)["loss"]
+    steps, values = curves_of(tmp_path).read()["loss"]
     assert len(steps) <= 2002 and max(values) == 99
+
+
+def test_a_further_look_reads_what_is_new(tmp_path: Path) -> None:
+    path, curves = tmp_path / "metrics.jsonl", curves_of(tmp_path)
+    assert curves.read() == {}
+    path.write_text('{"step": 1, "loss": 3}\nno JSON\n{"step": 2, "loss": 2}\n{"step": 3, "lo')
+    assert curves.read() == {"loss": [[1, 2], [3.0, 2.0]]}
+    with path.open("a") as file:  # the rest of the line, one more metric, and a step that is repeated
+        file.write('ss": 1}\n{"step": 4, "loss": 0, "mfu": 0.5}\n{"step": 2, "loss": 7}')
+    again = {"loss": [[1, 2, 3, 4], [3.0, 7.0, 1.0, 0.0]], "mfu": [[1, 2, 3, 4], [None, None, None, 0.5]]}
+    assert curves.read() == again == curves_of(tmp_path).read()
+    with path.open("a") as file:
+        file.write("\n")
+    assert curves.read() == again
+    path.write_text('{"step": 1, "loss": 5}\n')  # of another run
+    assert curves.read() == {"loss": [[1], [5.0]]}
+
+
+def test_a_hurried_look_at_a_long_file_shows_a_sample_and_then_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, number = tmp_path / "metrics.jsonl", 20_000
+    path.write_text("".join(f'{{"step": {step}, "loss": {step}}}\n' for step in range(number)) + "{" * 9)
+    monkeypatch.setattr("megatronish.report.page.curves.QUICK_BYTES", 1000)
+    monkeypatch.setattr("megatronish.report.page.curves.NUM_SAMPLES", 50)
+    monkeypatch.setattr("megatronish.report.page.curves.END_OF_SAMPLE", 200)
+    curves = curves_of(tmp_path, hurries=True)
+    assert curves.is_behind
+    steps, values = curves.read()["loss"]
+    assert len(steps) <= 60 and values == steps
+    assert steps[0] == 0 and steps[-1] == number - 1
+    assert max(b - a for a, b in pairwise(steps)) < 2 * number / 50
+    curves.catch_up()
+    assert not curves.is_behind
+    assert curves.read() == curves_of(tmp_path).read()
+
+
+def test_a_hurried_look_at_a_file_without_lines_of_a_usual_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n' + "x" * 2**20)
+    monkeypatch.setattr("megatronish.report.page.curves.QUICK_BYTES", 1000)
+    assert curves_of(tmp_path, hurries=True).read() == {"loss": [[1], [2.0]]}
 
 
 def test_a_spark_is_as_high_as_its_values() -> None:

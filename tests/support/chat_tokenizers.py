@@ -13,7 +13,8 @@ from megatronish.data.chat.audit import runs_of
 from megatronish.data.chat.encoder import ChatEncoder, EncodedChat
 from megatronish.data.chat.prepare import read_record
 from megatronish.data.chat.template import ChatTemplate
-from megatronish.tokenizer.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatronish.tokenizer.hugging_face import HuggingFaceTokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 DATE = "2024-07-26"
 

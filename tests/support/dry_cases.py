@@ -99,12 +99,20 @@ class Case(NamedTuple):
     @property
     def waits(self) -> dict[str, int]:
         """Waits of the host in a step, by file: for sums, for rows of experts, and for gradients that it steps by."""
+        of_experts = self.num_expert_layers * self.num_microbatches
         found = {
             "engine/results.py": 1,
-            "layers/dispatch.py": self.num_expert_layers * self.num_microbatches,
+            "layers/dispatch.py": of_experts if self.ep > 1 else 0,
+            "ops/grouped_mm.py": of_experts if self.ep == 1 and self.chosen["precision"] == "fp32" else 0,
             "parallel/data_parallel/zero.py": int(self.chosen["state"] == "offloaded" and self.zero > 0),
         }
         return {file: number for file, number in found.items() if number}
+
+    @property
+    def ep(self) -> int:
+        """Ranks that hold different experts."""
+        layout = self.layout
+        return min(8, layout.dp * layout.cp * layout.tp // self.copies) if self.chosen["expert"] == "ep" else 1
 
     @property
     def kernels(self) -> str:
@@ -147,7 +155,7 @@ class Case(NamedTuple):
         words += ["--num-virtual-stages-per-pipeline-rank 2"] if schedule == "interleaved" else []
         words += [f"--cp-comm-type {chosen['cp_comm_type']}"] if layout.cp > 1 else []
         if chosen["model"] == "experts" and chosen["expert"] == "ep":
-            words.append(f"--ep {min(8, layout.dp * layout.cp * layout.tp // self.copies)} --etp 1")
+            words.append(f"--ep {self.ep} --etp 1")
         return " ".join(words).split()
 
 
@@ -196,10 +204,16 @@ class SingleCase(NamedTuple):
     @property
     def waits(self) -> dict[str, int]:
         """Waits of the host in a step, by file."""
-        of_experts = {"layers/dispatch.py": 2 * self.num_layers} if self.model == "experts" else {}
-        return {"engine/results.py": 1, **of_experts, **self.more_waits}
+        number = 2 * self.num_layers if self.model == "experts" else 0
+        words = f"{self.layout} {self.flags}"
+        reads_counts = "--ep " in words and not any(word in words for word in ("rank-capacity", "pad-expert"))
+        adds_biases = "moe-add-bias" in words
+        reads_groups = not reads_counts and (adds_biases or not self.precision)
+        found = {"layers/dispatch.py": number * reads_counts, "ops/grouped_mm.py": number * reads_groups}
+        return {"engine/results.py": 1, **{file: number for file, number in found.items() if number}, **self.more_waits}
 
 
+ROOMS = "--moe-expert-rank-capacity-factor 1.5"
 QWEN3_MOE = (
     "--group-query-attention --num-query-groups 4 --qk-layernorm --kv-channels 32 --hidden-size 256 --seq-length 256 "
     "--num-attention-heads 8 --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 96 --ffn-hidden-size 768 "
@@ -223,6 +237,7 @@ SHARED = "--moe-shared-expert-intermediate-size 1024"
 BY_HEAD = "--qk-layernorm --qk-layernorm-by-head"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LORA = "--load never-read --adapter-type lora"
+CAPS = "--attn-logit-softcapping 50 --final-logit-softcapping 30"
 LATENT = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
     "--untie-embeddings-and-output-weights --ffn-hidden-size 2816 --multi-latent-attention --q-lora-rank 384 "
@@ -247,6 +262,16 @@ SINGLE = [
     SingleCase("a window with dropout", "dropped", "--window-size 128"),
     SingleCase("qk-norm across heads", "llama", "--qk-layernorm --qk-layernorm-across-heads"),
     SingleCase("shared heads, recomputed", "llama", f"--num-query-groups 1 {FULL}", "--tp 4 --zero-stage 1", 1),
+    SingleCase("by pieces", "llama", "--tp-comm-overlap", "--tp 4 --sequence-parallel --zero-stage 1", 1),
+    SingleCase("by pieces, with LoRA", "llama", f"--tp-comm-overlap {LORA}"),
+    SingleCase(
+        "by pieces in stages",
+        "gpt",
+        "--tp-comm-overlap --pipeline-schedule zb-h1",
+        "--tp 2 --pp 2 --sequence-parallel",
+        1,
+    ),
+    SingleCase("by pieces, recomputed", "experts", f"--tp-comm-overlap {SHARED} {FULL} --ep 4 --etp 1"),
     SingleCase("a shared head", "llama", "--num-query-groups 1"),
     SingleCase("a shared head in fp32", "llama", "--num-query-groups 1", precision=""),
     SingleCase("a shared head on a ring", "llama", "--num-query-groups 1", "--tp 2 --cp 2"),
@@ -260,6 +285,8 @@ SINGLE = [
         *("QK-clip with latents", "gpt", f"{LATENT} --qk-clip", "--tp 2 --cp 2"),
         more_waits={"engine/qk_clip.py": 1},
     ),
+    SingleCase("soft caps", "llama", CAPS, "--tp 2 --zero-stage 1"),
+    SingleCase("soft caps of adapters", "llama", f"{CAPS} --vocab-size 200000 {LORA} {FULL}", "", 1, 0),
     SingleCase("xIELU", "gpt", "--xielu", "--tp 2 --zero-stage 1"),
     SingleCase("wide xIELU", "gpt", "--xielu --ffn-hidden-size 16384 --vocab-size 1000", "--tp 2 --zero-stage 1"),
     SingleCase("4 bits", "llama", "--load never-read --adapter-type lora --quantize-base nf4"),
@@ -269,6 +296,13 @@ SINGLE = [
         *("", 1, 0),
     ),
     SingleCase("capacity", "experts", "--moe-expert-capacity-factor 1.25 --ep 4 --etp 1"),
+    SingleCase(
+        *("rooms for the capacity", "experts"),
+        "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --ep 4 --etp 1",
+    ),
+    SingleCase("rooms", "experts", f"{ROOMS} --ep 4 --etp 1"),
+    SingleCase("large experts", "experts", "--moe-ffn-hidden-size 4096 --ep 4 --etp 1"),
+    SingleCase("rooms over etp, computed again", "experts", f"{ROOMS} {AGAIN} moe_act --ep 2 --etp 2 {SHARED}"),
     SingleCase(
         *("expert bias", "experts"),
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --ep 4 --etp 1",
@@ -486,6 +520,16 @@ SINGLE = [
 ]
 """What a pairwise deal has no room for."""
 FURTHER = {
+    "a shared head": "a shared head on a ring",
+    "QK-clip": "QK-clip on a ring",
+    "soft caps": "soft caps of adapters",
+    "Llama 4, small": "Llama 4, small, over tp",
+    "further predictions": "further predictions, gathered",
+    "adapters of latent attention": "a ring of latent attention with adapters",
+    "MLPs computed again, without sequence parallelism": "norms and MLPs computed again",
+    "shared experts computed again": "experts computed again",
+    "weights as codes": "weights of experts as codes",
+    "gradients as codes": "gradients of a backward as codes",
     "xIELU": "wide xIELU",
     "a window by SDPA": "a window by SDPA over cp",
     "documents by SDPA, recomputed": "documents by SDPA",

@@ -5,7 +5,7 @@ import os
 import signal
 from typing import Any
 
-from megatronish.tokenizer.tokenizer import BytesTokenizer
+from megatronish.tokenizer.plain import BytesTokenizer
 
 
 class DyingTokenizer(BytesTokenizer):

@@ -222,6 +222,55 @@ SMOLLM_3 = """
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' ~ ('' if ns.thinks else '<think>\\n\\n</think>\\n') -}}{%- endif -%}"""
 
+# Kimi K2: a call has its number, which begins with the name of the function, in the place of a name.
+KIMI_K2 = """
+{%- if tools -%}{{- '<|im_system|>tool_declare<|im_middle|>' ~ tools | tojson ~ '<|im_end|>' -}}{%- endif -%}
+{%- for m in messages -%}
+{%- set kind = m.role if m.role in ('user', 'assistant') else 'system' -%}
+{{- '<|im_' ~ kind ~ '|>' ~ (m.name or m.role) ~ '<|im_middle|>' -}}
+{%- if m.role == 'tool' -%}{{- '## Return of ' ~ m.tool_call_id ~ '\\n' -}}{%- endif -%}
+{{- m.content or '' -}}
+{%- if m.tool_calls -%}
+{{- '<|tool_calls_section_begin|>' -}}
+{%- for call in m.tool_calls -%}
+{{- '<|tool_call_begin|>' ~ call['id'] ~ '<|tool_call_argument_begin|>' -}}
+{{- call.function.arguments | tojson ~ '<|tool_call_end|>' -}}
+{%- endfor -%}
+{{- '<|tool_calls_section_end|>' -}}
+{%- endif -%}
+{{- '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_assistant|>assistant<|im_middle|>' -}}{%- endif -%}"""
+
+# Command R7B and A: a token ends the response, and another one the turn.
+COMMAND_A = """
+{{- bos_token -}}
+{%- if tools -%}
+{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' -}}
+{%- for tool in tools -%}{{- tool.function | tojson -}}{%- endfor -%}
+{{- '<|END_OF_TURN_TOKEN|>' -}}
+{%- endif -%}
+{%- set ns = namespace(number=0) -%}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}
+{%- if m.tool_calls -%}
+{{- '<|START_ACTION|>[' -}}
+{%- for call in m.tool_calls -%}
+{{- '{"tool_call_id": "' ~ ns.number ~ '", "tool_name": "' ~ call.function.name ~ '", "parameters": ' -}}
+{{- call.function.arguments | tojson ~ '}' -}}
+{%- set ns.number = ns.number + 1 -%}
+{%- endfor -%}
+{{- ']<|END_ACTION|>' -}}
+{%- else -%}{{- '<|START_RESPONSE|>' ~ m.content ~ '<|END_RESPONSE|>' -}}{%- endif -%}
+{{- '<|END_OF_TURN_TOKEN|>' -}}
+{%- else -%}
+{{- '<|START_OF_TURN_TOKEN|>' ~ ('<|USER_TOKEN|>' if m.role == 'user' else '<|SYSTEM_TOKEN|>') -}}
+{{- m.content ~ '<|END_OF_TURN_TOKEN|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}{%- endif -%}"""
+
 IM = ("<|im_start|>", "<|im_end|>")
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm", "é": [1, true]}'}}
 TOOLS = [
@@ -230,6 +279,7 @@ TOOLS = [
         "function": {"name": "weather", "description": "<of a city>", "parameters": {"type": "object"}},
     }
 ]
+NUMBERED = {"id": "functions.weather:0", **CALL}
 WITH_CALLS = [
     {"role": "user", "content": "Rain?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -237,6 +287,11 @@ WITH_CALLS = [
     {"role": "assistant", "content": "Yes."},
     {"role": "user", "content": "And now?"},
     {"role": "assistant", "content": "Still."},
+]
+WITH_NUMBERS = [
+    *(WITH_CALLS[0], {"role": "assistant", "content": None, "tool_calls": [NUMBERED]}),
+    {**WITH_CALLS[2], "tool_call_id": "functions.weather:0"},
+    *WITH_CALLS[3:],
 ]
 THOUGHT = [
     {"role": "user", "content": "1+1?"},
@@ -270,6 +325,16 @@ GLM_TOKENS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|
 GLM_STOPS = ("<|user|>", "<|observation|>")
 HARMONY_TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 GRANITE_TOKENS = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>")
+KIMI_TOKENS = (
+    *(f"<|im_{kind}|>" for kind in ("system", "user", "assistant", "middle", "end")),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
+COMMAND_TOKENS = (
+    *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    *(f"<|{role}_TOKEN|>" for role in ("SYSTEM", "USER", "CHATBOT")),
+    *(f"<|{end}_{what}|>" for what in ("ACTION", "RESPONSE") for end in ("START", "END")),
+)
 MINIMAX_TOKENS = ("]~!b[", "]~b]", "[e~[")
 _GLM_CALL = (
     "\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n"
@@ -328,6 +393,36 @@ FAMILY_CHATS = (
         DEEPSEEK_TOKENS,
         WITH_CALLS,
         [[_DEEPSEEK_CALL, "Yes.</s>", "Still.</s>"]],
+        TOOLS,
+    ),
+    FamilyChat(
+        "Kimi K2 with calls",
+        KIMI_K2,
+        KIMI_TOKENS,
+        WITH_NUMBERS,
+        [
+            [
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+                '{"city": "Ulm", "é": [1, true]}<|tool_call_end|><|tool_calls_section_end|><|im_end|>',
+                "Yes.<|im_end|>",
+                "Still.<|im_end|>",
+            ]
+        ],
+        TOOLS,
+    ),
+    FamilyChat(
+        "Command A with calls",
+        COMMAND_A,
+        COMMAND_TOKENS,
+        WITH_CALLS,
+        [
+            [
+                '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", "parameters": '
+                '{"city": "Ulm", "é": [1, true]}}]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
+                "<|START_RESPONSE|>Yes.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+                "<|START_RESPONSE|>Still.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+            ]
+        ],
         TOOLS,
     ),
     FamilyChat("DeepSeek V3", DEEPSEEK_V3, DEEPSEEK_TOKENS, TALK, [["One.</s>", "Two.</s>"]]),

@@ -14,11 +14,11 @@ def kill_all_in_step(number: int) -> None:
     """Planted in a job: SIGKILL to all of it in the middle of a step."""
     clip, left = Engine.clip, [number]
 
-    def clip_or_die(self: Engine, grad_norm: float) -> None:
+    def clip_or_die(self: Engine, grad_norm: float) -> float:
         left[0] -= 1
         if left[0] == 0:
             os.killpg(0, signal.SIGKILL)
-        clip(self, grad_norm)
+        return clip(self, grad_norm)
 
     Engine.clip = clip_or_die  # type: ignore[method-assign]
 

@@ -16,8 +16,8 @@ from megatronish.objectives.table import OBJECTIVES
 from megatronish.optim.optimizer import OPTIMIZERS
 from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.layers import LAYERS
+from megatronish.tokenizer.build import TOKENIZERS
 from megatronish.tokenizer.names import TOKENIZER_NAMES
-from megatronish.tokenizer.tokenizer import TOKENIZERS
 from megatronish.train.trainer import HOOKS
 
 EXAMPLES = ROOT / "examples" / "plugins"

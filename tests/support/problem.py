@@ -71,6 +71,8 @@ class Spread:
     layout: Layout
     micro_batch_size: int
     sequence_parallel: bool = False
+    by_pieces: bool = False
+    """Products over tp are computed piece by piece, as the pieces of the sequence arrive."""
     schedule: str = "1f1b"
     num_chunks: int | None = None
     split: str = "even"
@@ -89,6 +91,10 @@ class Spread:
     outer_move_dtype: str = "fp32"
     ep: int = 1
     etp: int | None = None
+    room: float | None = None
+    """Rows that ranks of ep send each other, times the mean."""
+    pads: bool = False
+    """They send what the capacity of experts leaves."""
     compile: str | None = None
     """The backend of torch.compile, with --compile."""
 
@@ -105,8 +111,11 @@ class Spread:
             context_parallel_size=self.layout.cp,
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp,
+            moe_expert_rank_capacity_factor=self.room,
+            moe_pad_expert_input_to_capacity=self.pads,
             cp_comm_type=self.cp_comm_type,  # type: ignore[arg-type]
             sequence_parallel=self.sequence_parallel,
+            tp_comm_overlap=self.by_pieces,
             pipeline_schedule=self.schedule,  # type: ignore[arg-type]
             num_virtual_stages_per_pipeline_rank=self.num_chunks,
             pipeline_split="auto" if self.split == "auto" else "even",

@@ -9,12 +9,14 @@ goes in its arguments, for a worker sees neither the test's environment variable
 import atexit
 import faulthandler
 import gc
+import importlib
 import itertools
 import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -33,6 +35,8 @@ from megatronish.launch.local import WARM, meet_on_loopback
 from megatronish.launch.place import Place
 
 PATIENCE_SECONDS = 240.0  # far more than any call takes: cores may be busy with other things
+LEAVE = b""  # what a worker is sent, in the place of a call, when a call is over on all of them
+CALLS_A_COLLECTION = 16  # a collection takes 4 ms, a call 100 and more
 GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
 
 
@@ -64,8 +68,8 @@ def is_running(pid: int) -> bool:
 def warm_context() -> ForkServerContext:
     """Multiprocessing context whose server has torch loaded and has computed nothing."""
     context = multiprocessing.get_context("forkserver")
-    # The last two are what a run's main rank imports otherwise, each time.
-    late = ("torch.utils.tensorboard", "matplotlib.backends.backend_agg")
+    # What a run's main rank imports otherwise, each time; and what ranks of the theorem do.
+    late = ("torch.utils.tensorboard", "matplotlib.backends.backend_agg", "tests.support.preloaded")
     context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run", *late])
     return context
 
@@ -96,7 +100,10 @@ class _Pool:
             for rank, worker in enumerate(workers):
                 place = Place(rank, world_size, rank, world_size, meeting)
                 worker.pipe.send_bytes(pickle.dumps((function, place, args)))
-            return _collect(workers, timeout)
+            results = _collect(workers, timeout)
+            for worker in workers:  # only now: the call is over on every rank, so that nobody waits for another
+                worker.pipe.send_bytes(LEAVE)
+            return results
         except BaseException:
             self.stop()
             raise
@@ -171,15 +178,30 @@ def _serve(pipe: Connection, stack_file: Path) -> None:
     threading.Thread(target=_die_with_pytest, daemon=True).start()
     meet_on_loopback()
     torch.set_num_threads(1)
+    num_calls = 0
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False)
         while True:
             call = pipe.recv_bytes()
-            # Only now: the last call is over on every rank, so that nobody waits for this one any more.
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            if call == LEAVE:
+                num_calls += 1
+                _leave(collect=num_calls % CALLS_A_COLLECTION == 0)
+                continue
             torch.manual_seed(0)
             pipe.send_bytes(_answer(call))
+
+
+def _leave(*, collect: bool) -> None:
+    """Leave the process groups of the last call: while they exist, threads of each wake up 100 times a second.
+
+    torch keeps the meshes of DTensors, and so their groups, in a cache of how operations are cut and in cycles.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if collect:
+        if "torch.distributed.tensor" in sys.modules:
+            importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        gc.collect()
 
 
 def _answer(call: bytes) -> bytes:

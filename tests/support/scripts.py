@@ -63,10 +63,10 @@ def open_pipe(pipe: Path, job: Job) -> TextIO:
         time.sleep(0.01)
 
 
-def run_code(code: str, folder: Path) -> Finished:
-    """`python -c CODE` in `folder`, which keeps it in a file."""
+def run_code(code: str, folder: Path, **options: Any) -> Finished:
+    """`python -c CODE` in `folder`, which keeps it in a file; for `options` see `started_script`."""
     (folder / "code.py").write_text(code)
-    return run_script(["code.py"], folder, at=folder)
+    return run_script(["code.py"], folder, at=folder, **options)
 
 
 def run_file(path: str, argv: list[str]) -> int:

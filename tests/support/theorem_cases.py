@@ -201,6 +201,8 @@ def spread_of(layout: Layout, chosen: Chosen) -> Spread:
         layout=layout,
         micro_batch_size=chosen["micro_batch_size"],
         sequence_parallel=bool(chosen["sequence_parallel"]),
+        # No feature of its own, which would need more cases: it follows one that says nothing of layers.
+        by_pieces=bool(chosen["sequence_parallel"]) and chosen["eod_mask_loss"],
         schedule=chosen["schedule"] or "1f1b",
         num_chunks=CHUNKS["interleaved"] if chosen["schedule"] == "interleaved" else None,
         split=chosen["split"] or "even",

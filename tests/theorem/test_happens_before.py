@@ -128,7 +128,7 @@ class Removed(NamedTuple):
     until: str | None = None
 
 
-SEQUENCE = {"sequence_parallel": True}
+SEQUENCE = {"sequence_parallel": True, "eod_mask_loss": False}  # with that mask products are by pieces (make_spread)
 NO_SEQUENCE = {"sequence_parallel": False}
 LINEAR, RING, TRANSFERS = "layers/linear.py", "attention/ring.py", "parallel/pipeline/executor.py"
 REMOVED = [

@@ -152,6 +152,15 @@ def test_islands_with_experts_are_as_many_runs_of_one_process(spread: Spread) ->
     assert_same_islands(ranks, by_hand(problem, 2))
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2), further(Layout(dp=4, tp=2)), further(Layout(dp=2, cp=2))], ids=str)
+def test_each_island_clips_by_its_own_logits(layout: Layout) -> None:
+    chosen = {feature: values[0] for feature, values in choices_of(layout).items()}
+    problem, spread = case_of(layout, chosen | {"family": "llama", "trained": "model", "micro_batch_size": 1})
+    problem = replace(problem, largest_logit=0.02)  # below those of every head, so that all are clipped
+    ranks = run_ranks(layout.world_size, train_islands, problem, spread)
+    assert_same_islands(ranks, by_hand(problem, spread.copies))
+
+
 T5: list[tuple[Layout, Chosen]] = [
     (Layout(dp=2, pp=2), {"schedule": "zb-h1", "zero": 1, "documents": True, "dropout": 0.1}),
     (Layout(dp=4, tp=2), {"zero": 3, "sequence_parallel": True, "documents": True, "tied": False}),

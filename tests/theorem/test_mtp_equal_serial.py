@@ -83,10 +83,3 @@ def test_further_predictions_in_bf16_are_as_near_to_fp32_as_those_of_one_process
     chosen = case_of(layout, {"sequence_parallel": True, "schedule": "1f1b", "num_microbatches": 3, "tied": True})
     problem = with_depths(problem_of(layout, chosen), 1)
     assert_near_in_half_precision(problem, spread_of(layout, chosen), bf16=True)
-
-
-def test_compiled_layers_of_further_predictions_train_what_eager_ones_train() -> None:
-    layout = Layout(dp=2)
-    chosen = case_of(layout, {"zero": 1, "dropout": 0.1, "documents": False})
-    spread = replace(spread_of(layout, chosen), compile="aot_eager")
-    assert_equal_to_serial(with_depths(problem_of(layout, chosen), 2), spread)

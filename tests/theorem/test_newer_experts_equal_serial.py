@@ -123,14 +123,6 @@ def test_a_layout_trains_the_same_adapters_of_a_llama_4(layout: Layout, given: C
     assert_equal_to_serial(replace(problem, model=replace(problem.model, **LAYERS)), spread_of(layout, chosen))
 
 
-def test_compiled_layers_train_what_one_eager_process_trains() -> None:
-    layout = Layout(dp=2)
-    chosen = case_of(choices(layout), layout, {"zero": 1})
-    problem = problem_of(layout, chosen)
-    spread = replace(spread_of(layout, chosen), compile="aot_eager")
-    assert_equal_to_serial(replace(problem, model=replace(problem.model, **LAYERS)), spread)
-
-
 # Planted mistakes
 
 

@@ -1,7 +1,8 @@
 """Parts of models that came one by one, together: what one process trains is what ranks train.
 
 Multi-token prediction, latents on a ring, shared heads, LongRoPE, xIELU, layers of a Llama 4, and parts of layers
-that are computed again.
+that are computed again. And compiled: a compiler takes seconds for each graph, so parts that do not exclude each other
+are in the graphs of one model.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from pairwise import Chosen
 from problem import Problem, Spread
 from test_latent_equal_serial import LATENT
 from test_newer_experts_equal_serial import LAYERS, MIXED, ONE
+from test_qk_clip_equal_serial import BELOW
+from test_shared_heads_equal_serial import BY_HEAD
 from test_variants_equal_serial import LONGROPE
 from theorem_cases import adapted_problem_of, choices, problem_of, spread_of
 
@@ -115,3 +118,31 @@ def case_of(case: Together) -> tuple[Problem, Spread]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_trains_parts_together_as_one_process_does(name: str) -> None:
     assert_equal_to_serial(*case_of(CASES[name]))
+
+
+USUAL = {"documents": False, "zero": 1}
+COMPILED = {
+    # In a graph the compiler chooses what it keeps; a tp of two leaves the products between graphs.
+    "shared heads, a norm by head, by pieces, parts again": Together(
+        Layout(tp=2), {"sequence_parallel": True, "dropout": 0.1}, {"num_query_groups": 1, **BY_HEAD}, DENSE
+    ),
+    "two ahead, a norm after RoPE": Together(
+        Layout(dp=2), USUAL | {"dropout": 0.1, "family": "qwen"}, TWICE | AFTER_ROPE
+    ),
+    "Llama 4, shared experts meanwhile": Together(
+        *(Layout(dp=2), USUAL | {"ep": "most"}),
+        lambda model: llama4(model) | {"mtp_num_layers": None},
+        experts="softmax",
+    ),
+    "QK-clip, LongRoPE, xIELU, biases": Together(
+        *(Layout(dp=2), USUAL | {"dropout": 0.1, "sight": "window"}),
+        {**LONGROPE, "rope_original_max_positions": 8, **XIELU, "add_qkv_bias": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_parts_train_what_one_eager_process_trains(name: str) -> None:
+    problem, spread = case_of(COMPILED[name])
+    problem = replace(problem, largest_logit=BELOW if "QK-clip" in name else None)
+    assert_equal_to_serial(problem, replace(spread, by_pieces="by pieces" in name, compile="aot_eager"))

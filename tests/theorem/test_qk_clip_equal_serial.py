@@ -71,13 +71,6 @@ def test_a_layout_clips_as_one_process_does(model: str, layout: Layout, given: C
     assert_equal_to_serial(clipped(problem_of(layout, chosen), model), spread_of(layout, chosen))
 
 
-def test_compiled_layers_clip_as_one_eager_process_does() -> None:
-    layout = Layout(tp=2)
-    chosen = case_of("biases", layout, {"sequence_parallel": True})
-    spread = replace(spread_of(layout, chosen), compile="aot_eager")
-    assert_equal_to_serial(clipped(problem_of(layout, chosen), "biases"), spread)
-
-
 # Mistakes
 
 PROBLEM = Problem(

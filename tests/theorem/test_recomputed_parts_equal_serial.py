@@ -6,15 +6,18 @@ The one process computes nothing again.
 from dataclasses import replace
 
 import pytest
-from comparison import assert_equal_to_serial
+import torch
+from comparison import assert_equal_to_serial, whole
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
-from problem import Problem
+from problem import Problem, Spread
 from test_latent_equal_serial import LATENT
+from theorem import train
 from theorem_cases import adapted_problem_of, choices, name_of, problem_of, spread_of
 
 from megatronish.config.sections.training import RecomputeConfig, RecomputeModule
 from megatronish.core.layout import Layout
+from megatronish.launch.place import Place
 
 DENSE: tuple[RecomputeModule, ...] = ("core_attn", "layernorm", "mlp")
 CASES: list[tuple[tuple[RecomputeModule, ...], Layout, Chosen]] = [
@@ -97,3 +100,17 @@ def test_parts_with_experts_train_as_one_process_does(
     others = {"moe_shared_expert_gate": False, "moe_layer_freq": f"[0]*1+[1]*{problem.model.num_layers - 1}"}
     spread = replace(expert_spread(layout, chosen), recompute=again(parts))
     assert_equal_to_serial(replace(problem, model=replace(problem.model, **others)), spread)
+
+
+@pytest.mark.parametrize("parts", [("moe",), ("core_attn",)], ids="".join)
+def test_parts_that_are_computed_again_give_the_same_bits(parts: tuple[RecomputeModule, ...]) -> None:
+    """Also where other layers read a part's input, and where gradients have strides of their own: no norm before."""
+    plain = {feature: values[0] for feature, values in choices_of_experts(Layout()).items()}
+    problem = expert_problem(Layout(), case_of(Layout(), plain | {"family": "qwen", "experts": "softmax"}))
+    unlike = {"norm_placement": "output", "qk_layernorm": True, "qk_layernorm_across_heads": True}
+    problem = replace(problem, model=replace(problem.model, **unlike, no_rope_freq="2"), global_batch_size=4)
+    kept = Spread(Layout(), micro_batch_size=2)
+    one, other = (train(Place(), problem, spread) for spread in (kept, replace(kept, recompute=again(parts))))
+    assert (one.metrics, one.grad_norms, one.params_norm) == (other.metrics, other.grad_norms, other.params_norm)
+    gradients, same = whole([one.gradient_parts]), whole([other.gradient_parts])
+    assert [name for name, gradient in gradients.items() if not torch.equal(gradient, same[name])] == []

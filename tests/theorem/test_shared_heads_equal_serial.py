@@ -92,13 +92,6 @@ def test_ranks_that_share_heads_train_the_same_adapters(
     assert_equal_to_serial(sharing(adapted_problem_of(layout, chosen), variant, heads), spread_of(layout, chosen))
 
 
-def test_compiled_layers_of_shared_heads_train_what_one_eager_process_trains() -> None:
-    layout = Layout(tp=2)
-    chosen = case_of("by head", layout, {"sequence_parallel": True})
-    spread = replace(spread_of(layout, chosen), compile="aot_eager")
-    assert_equal_to_serial(sharing(problem_of(layout, chosen), "by head", 1), spread)
-
-
 # Mistakes
 
 PROBLEM = Problem(

@@ -159,12 +159,3 @@ def test_a_layout_trains_the_same_adapters_of_a_variant(variant: str, layout: La
     problem = adapted_problem_of(layout, chosen)
     problem = replace(problem, model=replace(problem.model, **VARIANTS[variant][1]))
     assert_equal_to_serial(problem, spread_of(layout, chosen))
-
-
-@pytest.mark.parametrize("variant", ["apertus", "phi 3, long", "hunyuan"])
-def test_compiled_layers_train_the_variant_that_one_eager_process_trains(variant: str) -> None:
-    layout = Layout(dp=2)
-    chosen = case_of(variant, layout, {"zero": 1, "dropout": 0.1, "documents": False})
-    problem = problem_of(layout, chosen)
-    problem = replace(problem, model=replace(problem.model, **VARIANTS[variant][1]))
-    assert_equal_to_serial(problem, replace(spread_of(layout, chosen), compile="aot_eager"))

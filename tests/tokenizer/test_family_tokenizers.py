@@ -17,9 +17,11 @@ from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
 from megatronish.formats import tokenizer_files
 from megatronish.inference.text_stream import TextStream
+from megatronish.tokenizer.build import build_tokenizer
+from megatronish.tokenizer.hugging_face import HuggingFaceTokenizer
 from megatronish.tokenizer.names import tokenizer_in
 from megatronish.tokenizer.tiktoken_file import PATTERNS
-from megatronish.tokenizer.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 TEXTS = ["Hello, wörld 123", "a  b\n\n c", "漢字 text😀", "</s> <think>x", ""]
 
@@ -98,6 +100,28 @@ def test_tokens_that_a_folder_adds_to_a_sentencepiece_model(file: str, kind: str
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert tokenizer.decode([*ids, size + 1]) == text == streamed(tokenizer, ids)
+
+
+@pytest.mark.parametrize("legacy", [None, True, False])
+def test_a_space_is_put_before_a_text_once_or_behind_each_special_token(legacy: bool | None, tmp_path: Path) -> None:
+    sentencepiece_file(tmp_path, model_type="bpe")
+    size = built(tmp_path).vocab_size
+    names = {"<|end|>": True, "<think>": False}
+    added = {str(size + place): {"content": name, "special": names[name]} for place, name in enumerate(names)}
+    write(tmp_path, "tokenizer_config.json", {"legacy": legacy, "added_tokens_decoder": added})
+    tokenizer = built(tmp_path)
+    a, inner = tokenizer.encode("a"), tokenizer.encode("\na")[2:]  # behind a space and a new line, which is a byte
+    assert a != inner
+    behind = inner if legacy is False else a
+    assert tokenizer.encode_marked("a<|end|>a") == [1, *a, size, *behind]
+    assert tokenizer.encode("a<think>a") == [*a, size + 1, *behind]  # of answers, so it is read and shown
+    assert tokenizer.control_encoder().encode("a<|end|>a<think>a", [(1, 8)]).ids == [
+        *(*a, size, *behind),
+        *(size + 1, *behind),
+    ]
+    for text in ("a<think>a", "<think> a", "a <think>\n b</think>", "<|end|>"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text == streamed(tokenizer, ids)
 
 
 def test_an_added_token_far_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:

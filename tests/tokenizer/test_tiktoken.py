@@ -16,8 +16,9 @@ from paths import ROOT
 from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.tiktoken_file import PATTERNS
-from megatronish.tokenizer.tokenizer import Tokenizer, build_tokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 CORPUS = ROOT.joinpath("CONTRIBUTING.md").read_text() + "Ein Stück Käse für 12345 €, naïve Ελλάδα 漢字 \U0001f389\n"
 WHOLE_WORD = "zqxjv"  # a token that no joining of pairs reaches: only a whole word is it

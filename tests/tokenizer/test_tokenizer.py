@@ -15,14 +15,11 @@ from megatronish.commands.collect_corpus import sources
 from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import UserError
+from megatronish.tokenizer.build import build_tokenizer
+from megatronish.tokenizer.hugging_face import HuggingFaceTokenizer
 from megatronish.tokenizer.names import tokenizer_type
-from megatronish.tokenizer.tokenizer import (
-    BytesTokenizer,
-    HuggingFaceTokenizer,
-    NullTokenizer,
-    Tokenizer,
-    build_tokenizer,
-)
+from megatronish.tokenizer.plain import BytesTokenizer, NullTokenizer
+from megatronish.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [
     "def f(x):\n\tif x:\n\t\treturn  1 \n\n\n",
@@ -173,6 +170,15 @@ def test_no_text_is_cut_or_filled_up_where_a_tokenizer_was_saved_so(folder: Path
     whole, found = HuggingFaceTokenizer.from_path(folder), HuggingFaceTokenizer.from_path(tmp_path)
     for tokenizer in (found, pickle.loads(pickle.dumps(found))):
         assert all(tokenizer.encode(text) == whole.encode(text) for text in TEXTS)
+
+
+def test_no_merge_is_dropped_where_a_tokenizer_was_saved_so(folder: Path, tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.model.dropout = 0.9
+    model.save(str(tmp_path / "tokenizer.json"))
+    whole, dropping = HuggingFaceTokenizer.from_path(folder), HuggingFaceTokenizer.from_path(tmp_path)
+    for tokenizer in (dropping, pickle.loads(pickle.dumps(dropping))):
+        assert tokenizer.encode_all(TEXTS) == whole.encode_all(TEXTS)
 
 
 def test_prompts_may_spell_special_tokens_and_begin_as_the_tokenizer_has_it(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from megatronish.config.sections.data import DataConfig
 from megatronish.core.contained import ChildBounds
 from megatronish.core.errors import UserError
 from megatronish.tokenizer import trial
-from megatronish.tokenizer.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
+from megatronish.tokenizer.hugging_face import HuggingFaceTokenizer
 
 GOOD: dict[str, Any] = json.loads(byte_level().to_str())
 
@@ -145,7 +146,7 @@ def test_of_processes_that_start_together_without_a_cache_folder_one_tries(tmp_p
 import time
 from pathlib import Path
 from megatronish.tokenizer import trial
-from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.config.sections.data import DataConfig
 def tried(*_):
     with open({str(tmp_path / "tried")!r}, "a") as file:

@@ -127,6 +127,10 @@ def test_a_converted_base_is_the_same_base_and_another_one_is_refused(tmp_path: 
         ("--adapter-type ia3 --adapter-targets up --load BASE", ("no IA3", "name down instead")),
         ("--lora-rank 4", ("lora_rank=4 belongs to LoRA", "--adapter-type lora")),
         ("--adapter-type ia3 --loraplus-lr-ratio 16 --load BASE", ("belongs to LoRA, not to adapter_type=ia3",)),
+        (
+            "--adapter-type lora --norm-epsilon 1e-3 --load BASE",
+            ("of a model that computes something else: norm_epsilon=1e-05 there and 0.001 here",),
+        ),
         ("--adapter-targets q", ("adapter_targets are for a run with adapters",)),
     ],
 )

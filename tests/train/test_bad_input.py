@@ -13,6 +13,7 @@ from sweeps import some_of
 
 from megatronish.commands import exit_status
 from megatronish.commands.pretrain import main
+from megatronish.data import samples
 from megatronish.optim.optimizer import Optimizer
 
 CUT_AFTER = 2
@@ -29,6 +30,7 @@ def cut_under_way(folder: Path, pattern: str) -> None:
                 os.truncate(path, 1)
 
     Optimizer.step = stepped  # type: ignore[method-assign]
+    samples.READ_WHOLE = 0  # else a small file of the cache is read at the start, and may be cut
 
 
 OTHER_DATA = "--tokenizer-type null --data-path"

@@ -33,7 +33,7 @@ from megatronish.launch.rank import run_rank
 from megatronish.launch.slurm import expand_hosts
 from megatronish.launch.terminal import patient
 from megatronish.parallel.schedules.recorded import Recorded
-from megatronish.tokenizer.tokenizer import build_tokenizer
+from megatronish.tokenizer.build import build_tokenizer
 from megatronish.train.folder import make_writable
 from megatronish.train.run import draw_curves
 from megatronish.train.watch import lost_rank

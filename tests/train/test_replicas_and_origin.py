@@ -186,6 +186,26 @@ def spoil_gradient(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
     return _SpoiledBackward.apply(output)  # type: ignore[no-untyped-call]
 
 
+ROOMS = "--dp 2 --ep 2 --num-experts 4 --moe-ffn-hidden-size 16 --moe-expert-rank-capacity-factor"
+
+
+def fail_with_experts(place: Place, flags: str) -> str:
+    """The origin of a fault after the experts, where memory that was never written is no number."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return fail(place, Fault(flags, 1, "layers.1.attention", "output", ""))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.parametrize("factor", [2, 1], ids=["room for all", "computed again"])
+def test_what_lies_in_rooms_of_experts_that_are_not_full_is_no_origin(factor: int) -> None:
+    for told in run_ranks(2, fail_with_experts, f"{ROOMS} {factor}"):
+        assert "it begins on rank 1 with the output of layers.1.attention " in told
+        assert re.search(r"in the forward of micro-batch 0, sample \d+$", told)
+
+
 def fail(place: Place, fault: Fault) -> str:
     """The origin that is found for a planted fault."""
     job = open_job(place, f"{SMALL} {fault.flags}")

@@ -15,6 +15,7 @@ from megatronish.config.fields import with_fields
 from megatronish.config.portable import HERE, absolute
 from megatronish.config.settings import read_file
 from megatronish.formats.start import read_arguments
+from megatronish.train.folder import differences
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 CHATS = "--vocab-size 300 --dataset-type chat --seq-length 64"
@@ -57,7 +58,7 @@ def test_a_moved_run_generates_chats_and_is_evaluated_from_anywhere(moved: Path,
 def test_the_template_of_a_moved_run_is_its_copy(moved: Path) -> None:
     from megatronish.inference.chat import ChatPrompts
     from megatronish.inference.load import find_trained
-    from megatronish.tokenizer.tokenizer import build_tokenizer
+    from megatronish.tokenizer.build import build_tokenizer
 
     found = find_trained(moved)
     tokenizer = build_tokenizer(found.description.data)
@@ -136,3 +137,10 @@ def test_a_file_in_the_way_of_the_copy_is_left_alone(tmp_path: Path) -> None:
     assert ended.status == 0, ended
     assert (tmp_path / "run" / "tokenizer").read_text() == "mine"
     assert checkpoints_of(tmp_path / "run")
+
+
+def test_no_layers_of_further_predictions_are_none_in_two_spellings() -> None:
+    none, zero, one = ({"model": {"mtp_num_layers": value}} for value in (None, 0, 1))
+    assert differences(none, zero) == differences(zero, none) == {}
+    assert differences(zero, one) == {"model.mtp_num_layers": (0, 1)}
+    assert differences({"model": {"num_layers": 0}}, {"model": {"num_layers": None}}) != {}

@@ -328,11 +328,11 @@ def fail_on_rank_zero_in_step_two() -> None:
     """Planted in a job: rank 1 will wait for rank 0, and lose it."""
     clip, steps = Engine.clip, [0]
 
-    def clip_or_fail(self: Engine, grad_norm: float) -> None:
+    def clip_or_fail(self: Engine, grad_norm: float) -> float:
         steps[0] += 1
         if steps[0] == 2 and self.mesh.world.rank == 0:
             raise RunError("the culprit has spoken")
-        clip(self, grad_norm)
+        return clip(self, grad_norm)
 
     Engine.clip = clip_or_fail  # type: ignore[method-assign]
 

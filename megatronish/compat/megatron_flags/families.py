@@ -121,14 +121,6 @@ FAMILIES = (
         names="mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations",
     ),
     Family(
-        "muP",
-        "width-independent hyperparameters (muP) are not there; leave these flags out, and give --lr and "
-        "--init-method-std for this width",
-        switches="use-mup",
-        names="mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult "
-        "mup-width-mult",
-    ),
-    Family(
         "heterogeneous layers",
         "layers of different sizes are not there; leave these flags out",
         names="heterogeneous-block-specs heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path",

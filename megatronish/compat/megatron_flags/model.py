@@ -22,17 +22,18 @@ EXPERTS: dict[str, Known] = {
     "num-moe-experts": renamed("num_experts"),
     **all_idle(
         _SPEED,
-        switches="moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-shared-expert-overlap moe-enable-deepep "
+        switches="moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-enable-deepep "
         "moe-permute-fusion-into-hybridep moe-ncclep-zero-copy moe-single-grouped-weight moe-single-grouped-bias "
         "moe-use-grouped-tensor moe-hybridep-pad-uneven-dispatch-inputs use-grouped-gemm-for-shared-expert use-tutel "
         "overlap-moe-expert-parallel-comm overlap-dispatch-backward-with-experts-wgrad "
-        "moe-pad-experts-for-cuda-graph-inference moe-paged-stash moe-pad-expert-input-to-capacity",
+        "moe-pad-experts-for-cuda-graph-inference moe-paged-stash",
         valued="moe-token-dispatcher-type moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-deepep-num-sms "
         "moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing moe-hybridep-num-blocks-permute "
         "moe-hybridep-num-blocks-unpermute moe-paged-stash-page-size moe-paged-stash-buffer-size-factor-cuda "
         "moe-paged-stash-buffer-size-factor-cpu moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size "
         "expert-tensor-parallel-num-weight-shards expert-gtp-weight-remat-size",
     ),
+    "moe-shared-expert-overlap": idle("shared experts are always computed while rows go to the other experts"),
     **all_idle(
         _FP8,
         switches="moe-router-padding-for-fp8 moe-router-padding-for-quantization",
@@ -55,9 +56,6 @@ EXPERTS: dict[str, Known] = {
     ),
     "moe-token-dropping": refused("use --moe-expert-capacity-factor, which drops tokens"),
     "disable-moe-token-dropping": idle("no token is dropped without --moe-expert-capacity-factor"),
-    "moe-expert-rank-capacity-factor": refused(
-        "a limit of each rank is another model in every layout; leave it out", 1
-    ),
     "moe-router-topk-limited-devices": refused("use --moe-router-num-groups with --moe-router-group-topk", 1),
     "moe-router-quantile-balancing-ema": refused(
         "use --moe-router-load-balancing-type seq_aux_loss or none with --moe-router-enable-expert-bias",
@@ -74,6 +72,11 @@ EXPERTS: dict[str, Known] = {
     ),
     "moe-upcycling-granularity": refused("each expert is a copy of the whole MLP; use 1, or leave it out", 1, ("1",)),
     "topk": renamed("moe_router_topk"),
+    # Pai-Megatron-Patch's first DeepSeek-V2
+    "enable-shared-expert": idle("a size says that there is one: --moe-shared-expert-intermediate-size"),
+    "num-shared-experts": refused(
+        "use --moe-shared-expert-intermediate-size, so many times --moe-ffn-hidden-size", 1, ("0",)
+    ),
     "create-moe-param-group": idle("experts have a reduction domain of their own in any case"),
     "enable-expert-tensor-parallelism": refused("use --expert-tensor-parallel-size"),
     "high-priority-a2a-comm-stream": idle(_SPEED),
@@ -126,6 +129,19 @@ MODEL: dict[str, Known] = {
     "mscale": renamed("rope_mscale"),
     "mscale-all-dim": renamed("rope_mscale_all_dim"),
     "qk-pos-emb-dim": renamed("qk_pos_emb_head_dim"),
+    # Pai-Megatron-Patch's first DeepSeek-V2, which is of latent attention without a switch.
+    "qk-nope-head-dim": Known(
+        "means",
+        "--multi-latent-attention --qk-head-dim",
+        1,
+        settings=(("multi_latent_attention", "true"), ("qk_head_dim", GIVEN)),
+    ),
+    "qk-rope-head-dim": Known(
+        "means",
+        "--multi-latent-attention --qk-pos-emb-head-dim",
+        1,
+        settings=(("multi_latent_attention", "true"), ("qk_pos_emb_head_dim", GIVEN)),
+    ),
     "cache-mla-latents": idle("a cache of latent attention always has latents"),
     "mla-down-proj-fusion": idle("it changes speed alone"),
     "rotary-seq-len-interpolation-factor": Known(
@@ -259,7 +275,7 @@ FUSION: dict[str, Known] = {
         valued="cuda-graph-impl cuda-graph-warmup-steps",
         lists="cuda-graph-modules cuda-graph-scope",
     ),
-    **all_idle(_RNG, switches="use-cpu-initialization use-te-rng-tracker no-save-rng no-load-rng"),
+    **all_idle(_RNG, switches="use-cpu-initialization use-te-rng-tracker te-rng-tracker no-save-rng no-load-rng"),
     "perform-initialization": idle("weights always have initial values"),
     "no-initialization": idle("weights always have initial values, also where a checkpoint replaces them"),
 }

@@ -65,7 +65,7 @@ COMMUNICATION: dict[str, Known] = {
     "use-tp-pp-dp-mapping": idle("it decides which rank does what, and changes no number"),
     **all_idle(
         _OVERLAP,
-        switches="tp-comm-overlap tp-comm-atomic-ag tp-comm-atomic-rs tp-comm-bulk-dgrad tp-comm-bulk-wgrad "
+        switches="tp-comm-atomic-ag tp-comm-atomic-rs tp-comm-bulk-dgrad tp-comm-bulk-wgrad "
         "tp-comm-overlap-ag tp-comm-overlap-rs tp-comm-overlap-rs-dgrad tp-comm-overlap-disable-fc1 "
         "tp-comm-overlap-disable-qkv tp-comm-split-ag tp-comm-split-rs disable-tp-comm-overlap-ag "
         "disable-tp-comm-overlap-rs disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad "

@@ -27,9 +27,9 @@ DATA: dict[str, Known] = {
     "no-create-attention-mask-in-dataloader": idle("masks are always made where attention needs them"),
     "dataloader-inter-document-masking": refused("use --reset-attention-mask, with --reset-position-ids if wanted"),
     "allow-ambiguous-pad-tokens": idle("no token of the data is taken for padding"),
-    "enable-msc": idle("files are read from file systems, and a path that is not there is refused"),
-    "object-storage-cache-path": refused("data lies on a file system; copy it there, and leave this out", 1),
-    "s3-cache-path": refused("data lies on a file system; copy it there, and leave this out", 1),
+    "enable-msc": idle("a data path that is a URL, as s3://bucket/prefix, is read from there"),
+    "object-storage-cache-path": renamed("data_store_cache_path"),
+    "s3-cache-path": renamed("data_store_cache_path"),
     "hybrid-context-parallel": refused("all samples have one length; leave it out"),
     "max-seqlen-per-dp-cp-rank": refused("all samples have one length; leave it out", 1),
     # Alibaba's Pai-Megatron-Patch

@@ -5,7 +5,14 @@ import datetime
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, fields_of
 from megatronish.config.rules.rule import ConfigRule
-from megatronish.config.sections.data import ChatConfig, FimConfig, parse_blend, parse_split, template_variables
+from megatronish.config.sections.data import (
+    ChatConfig,
+    FimConfig,
+    parse_blend,
+    parse_blend_schedule,
+    parse_split,
+    template_variables,
+)
 from megatronish.core.errors import UserError
 from megatronish.tokenizer.names import WORDPIECE
 
@@ -27,6 +34,28 @@ def _blends(config: Config) -> str | None:
             parse_blend(getattr(data, name))
         except ValueError as error:
             return f"{name}={error}"
+    return None
+
+
+def _blend_schedule(config: Config) -> str | None:
+    data = config.data
+    if data.blend_schedule is None:
+        return None
+    if data.mock_data or data.has_chats:
+        kind = "mock_data" if data.mock_data else "dataset_type=chat"
+        what = "reads no files" if data.mock_data else "mixes chats before they are packed into samples"
+        return f"blend_schedule changes from which prefix a sample comes, and {kind} {what}; leave it out"
+    name = "data_path" if data.data_path else "train_data_path"
+    try:
+        prefixes = parse_blend(getattr(data, name))
+    except ValueError:  # the rule above says so
+        return None
+    if name == "train_data_path" and any(weight is not None for weight, _ in prefixes):
+        return "blend_schedule has the weights of train_data_path already; leave the weights between its prefixes out"
+    try:
+        parse_blend_schedule(data.blend_schedule, num_prefixes=len(prefixes))
+    except ValueError as error:
+        return f"blend_schedule={error}"
     return None
 
 
@@ -119,6 +148,7 @@ DATA_RULES = (
         _data,
     ),
     ConfigRule(("data_path", "train_data_path", "valid_data_path", "test_data_path"), _blends),
+    ConfigRule(("blend_schedule", "data_path", "train_data_path", "mock_data", "dataset_type"), _blend_schedule),
     ConfigRule(("split", "data_path"), _split),
     ConfigRule(("packing", "mock_data", "dataset_type", "model_type"), _packing),
     ConfigRule((*_FIM_FIELDS, "mock_data", "dataset_type", "model_type"), _fim),

@@ -2,8 +2,9 @@
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS, one_of
+from megatronish.config.layer_pattern import parse_frequency
 from megatronish.config.rules.rule import MESH, ConfigRule, divide
-from megatronish.config.sections.model import ModelConfig, parse_frequency
+from megatronish.config.sections.model import ModelConfig
 
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
@@ -251,6 +252,18 @@ def _shared_over_tp(config: Config) -> str | None:
     return divide("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
 
 
+def _padding(config: Config) -> str | None:
+    """Complaint about rows that are padded to a capacity that there is not."""
+    if config.model.num_experts is None or not config.parallel.moe_pad_expert_input_to_capacity:
+        return None
+    if config.model.moe_expert_capacity_factor is not None:
+        return None
+    return (
+        "moe_pad_expert_input_to_capacity sends as many rows as a capacity leaves, and none is given; add "
+        "--moe-expert-capacity-factor, or use --moe-expert-rank-capacity-factor 1.5 instead, which drops no token"
+    )
+
+
 _FFN = ("ffn_hidden_size", "hidden_size", "swiglu", "geglu", "quick_geglu")
 _ROUTER = (
     "moe_router_enable_expert_bias",
@@ -316,6 +329,7 @@ RULES = (
         ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", "num_experts"),
         _shared_over_tp,
     ),
+    ConfigRule(("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "num_experts"), _padding),
     ConfigRule(
         (
             *_ROUTER,

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 from megatronish.config.config import Config
 from megatronish.config.fields import FIELDS
+from megatronish.config.layer_pattern import marked_layers
 from megatronish.config.rules.rule import ConfigRule, divide
-from megatronish.config.sections.model import ModelConfig, marked_layers
+from megatronish.config.sections.model import ModelConfig
 
 _SCALING = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow")
 

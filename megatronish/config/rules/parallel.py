@@ -48,7 +48,10 @@ def _smaller(model: ModelConfig, most: int) -> str:
 def _ffn_over_tp(config: Config) -> str | None:
     model = config.model
     if model.ffn_size < 1:
-        return f"ffn_hidden_size derived from hidden_size={model.hidden_size} is 0; add --ffn-hidden-size"
+        return (
+            f"ffn_hidden_size derived from hidden_size={model.hidden_size} is 0, as swiglu's 8/3 of it is rounded down "
+            "to a multiple of 64; add --ffn-hidden-size"
+        )
     tp = config.parallel.tensor_model_parallel_size
     return divide("ffn_hidden_size", model.ffn_size, "tensor_model_parallel_size", tp)
 
@@ -77,6 +80,13 @@ def _sequence_over_tp(config: Config) -> str | None:
         cut = f"both 2 x context_parallel_size={cp} and context_parallel_size x {cut}"
     complaint = _multiple(config, pieces, cut)
     return f"{complaint}, or leave --sequence-parallel out" if complaint else None
+
+
+def _pieces(config: Config) -> str | None:
+    parallel = config.parallel
+    if not parallel.tp_comm_overlap or parallel.sequence_parallel or parallel.tensor_model_parallel_size == 1:
+        return None
+    return "tp_comm_overlap cuts products where the sequence is cut; add --sequence-parallel"
 
 
 def _heads_over_cp(config: Config) -> str | None:
@@ -118,6 +128,7 @@ CUT_RULES = (
     ConfigRule(("ffn_hidden_size", "hidden_size", "swiglu", _TP), _ffn_over_tp),
     ConfigRule(("seq_length", "model_type", _CP), _sequence_over_cp),
     ConfigRule(("seq_length", "model_type", "sequence_parallel", _TP, _CP), _sequence_over_tp),
+    ConfigRule(("tp_comm_overlap", "sequence_parallel", _TP), _pieces),
     ConfigRule(("num_attention_heads", "cp_comm_type", _TP, _CP), _heads_over_cp),
     ConfigRule(("attention_backend", "cp_comm_type", _CP), _attention_over_cp),
 )

@@ -4,7 +4,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
@@ -20,6 +21,8 @@ MOCK_VOCAB_SIZE = 4096  # tokens of the made-up data of --mock-data
 
 
 Packing = Literal["concatenate", "best-fit"]
+StoreCacheSize = Annotated[float, at_least(0.001), at_most(1e9)]
+"""Gigabytes of a cache of what is on object storage."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,16 @@ class DataConfig:
     """Data files, splits and the tokenizer."""
 
     data_path: tuple[str, ...] = ()
-    """PREFIX ..., or WEIGHT PREFIX ...: .bin/.idx pairs, or .shards.json, cut by --split. PREFIX[0:0.9]: 90 % of it."""
+    """PREFIX ..., or WEIGHT PREFIX ...: .bin/.idx pairs, or .shards.json, cut by --split. PREFIX[0:0.9]: 90 % of it.
+    They may be on object storage (s3://bucket/PREFIX)."""
     train_data_path: tuple[str, ...] = ()
     """Like --data-path, for training alone."""
     valid_data_path: tuple[str, ...] = ()
     """Like --data-path, for validation alone."""
     test_data_path: tuple[str, ...] = ()
     """Like --data-path, for the test at the end alone."""
+    blend_schedule: str | None = None
+    """Weights of the training data by step: "0: 0.7 0.3; 1000: 0.5 0.5", one weight a prefix; 0 leaves one out."""
     multiple_validation_sets: bool = False
     """Evaluate each prefix of --valid-data-path by itself instead of blending them."""
     split: str = "969,30,1"
@@ -47,6 +53,10 @@ class DataConfig:
     """Options of a plug-in's kind of data sets: option=value ..."""
     data_cache_path: str | None = None
     """Where sample indices are kept. Derived: a folder `cache` next to each prefix."""
+    data_store_cache_path: str | None = None
+    """Folder of this machine for what is read of data paths on object storage. Derived: one in the user's cache."""
+    data_store_cache_size: StoreCacheSize = 100.0
+    """Gigabytes that its blocks may have together; those that were not used for the longest time are removed."""
     packing: Packing = "concatenate"
     """Documents end to end, cut into samples; or best-fit, where only longer ones are cut, and none sees another."""
     reset_position_ids: bool = False
@@ -121,9 +131,45 @@ def parse_blend(values: Sequence[str]) -> list[tuple[float | None, str]]:
             f"{text!r}: weights and prefixes must alternate; write WEIGHT PREFIX WEIGHT PREFIX, or no weight"
         )
     weights = [number for number in numbers[::2] if number is not None]
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
-        raise ValueError(f"{text!r}: weights must not be negative, and one must be positive; for example 0.3 A 0.7 B")
+    if not all(weight >= 0 for weight in weights) or not 0 < sum(weights) < math.inf:
+        raise ValueError(
+            f"{text!r}: weights must not be negative, one must be positive, and their sum finite; for example "
+            "0.3 A 0.7 B"
+        )
     return pairs
+
+
+class BlendPhase(NamedTuple):
+    """Weights of the prefixes from a start on, a step in a config, a sample in a data set."""
+
+    start: int
+    weights: tuple[float, ...]
+
+
+def parse_blend_schedule(text: str, *, num_prefixes: int) -> list[BlendPhase]:
+    """ "0: 0.7 0.3; 1000: 0.5 0.5" -> phases by step. ValueError with rule and remedy for what is no schedule."""
+    example = '; for example "0: 0.7 0.3; 1000: 0.5 0.5"'
+    phases = []
+    for part in text.strip().removesuffix(";").split(";"):
+        start, colon, values = part.partition(":")
+        weights = [_as_number(value) for value in values.split()]
+        known = [weight for weight in weights if weight is not None and math.isfinite(weight) and weight >= 0]
+        if not colon or not re.fullmatch(r"\d{1,12}", start.strip(), re.ASCII) or len(known) != len(weights):
+            raise ValueError(f"{text!r}: {part.strip()!r} must be STEP: WEIGHT WEIGHT ..., none negative{example}")
+        if not 0 < sum(known) < math.inf:
+            raise ValueError(
+                f"{text!r}: of the weights of step {start.strip()} one must be positive, and their sum finite{example}"
+            )
+        if len(known) != num_prefixes:
+            raise ValueError(
+                f"{text!r}: step {start.strip()} has {len(known)} weights for {num_prefixes} prefixes of the training "
+                "data; give one weight a prefix, 0 to leave one out"
+            )
+        phases.append(BlendPhase(int(start), tuple(known)))
+    starts = [phase.start for phase in phases]
+    if starts[0] != 0 or any(later <= earlier for earlier, later in pairwise(starts)):
+        raise ValueError(f"{text!r}: steps must begin with 0 and rise{example}")
+    return phases
 
 
 def split_part(path: str) -> tuple[str, tuple[float, float]]:
@@ -144,9 +190,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
     """ "969,30,1" -> parts for training, validation and test, which sum to 1; missing parts are 0. ValueError."""
     parts = [_as_number(part.strip()) for part in split.replace("/", ",").split(",")]
     sizes = [part for part in parts if part is not None and math.isfinite(part) and part >= 0]
-    if len(sizes) != len(parts) or len(sizes) > 3 or not sum(sizes) > 0:
+    if len(sizes) != len(parts) or len(sizes) > 3 or not 0 < sum(sizes) < math.inf:
         raise ValueError(
-            f"{split!r} must be up to three parts, none negative, with a positive sum; for example 969,30,1"
+            f"{split!r} must be up to three parts, none negative, with a positive, finite sum; for example 969,30,1"
         )
     train, valid, test = (size / sum(sizes) for size in [*sizes, 0.0, 0.0][:3])
     return train, valid, test

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatronish.config.marks import NamedIn, at_least, at_most, fraction, greater_than
-from megatronish.core.layout import ExpertLayout, Layout
+from megatronish.core.layout import ExpertLayout, Layout, RowRoom
 from megatronish.parallel.schedules.table import SCHEDULES
 
 _SCHEDULE_NAMES = f"{{None,{','.join(SCHEDULES)}}}"  # as --help shows them
@@ -30,10 +30,19 @@ class ParallelConfig:
         int | None, tyro.conf.arg(aliases=["--etp"]), at_least(1), at_most(100_000)
     ] = None
     """etp: ranks that share every expert. Derived: tp."""
+    moe_expert_rank_capacity_factor: Annotated[float | None, at_least(1), at_most(2**31 - 1)] = None
+    """Rows that a rank of ep sends each other one, times the mean: no host waits for numbers of rows. A step with more
+    rows is computed again with all of them. Derived: as many as there are."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """With moe_expert_capacity_factor: as many rows are sent as it leaves at most, so that no host waits for them."""
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
     """How attention sees the whole sequence: p2p sends keys and values round a ring, a2a trades sequence for heads."""
     sequence_parallel: bool = False
     """Norms, dropout and the residual stream hold 1/tp of the sequence (needs tp > 1)."""
+    tp_comm_overlap: bool = False
+    """With sequence_parallel: each piece of the sequence is multiplied while the next one goes round the tp ranks."""
+    tp_comm_overlap_backend: Literal["p2p", "symm_mem"] = "p2p"
+    """How pieces go round: messages, or memory that GPUs of one machine read from each other (elsewhere messages)."""
     pipeline_schedule: Annotated[str | None, NamedIn(SCHEDULES), tyro.conf.arg(metavar=_SCHEDULE_NAMES)] = None
     """Order of the passes over the stages. Derived: interleaved where virtual stages are asked for, else 1f1b."""
     num_layers_per_virtual_pipeline_stage: Annotated[int | None, at_least(1), at_most(100_000)] = None
@@ -113,6 +122,17 @@ class ParallelConfig:
         return ExpertLayout(
             self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         )
+
+    @property
+    def row_room(self) -> RowRoom:
+        """Rows that a rank of ep sends each other one."""
+        return RowRoom(self.moe_expert_rank_capacity_factor, self.moe_pad_expert_input_to_capacity)
+
+    @property
+    def has_rooms(self) -> bool:
+        """Whether ranks send each other as many rows of experts as there is room for."""
+        is_asked = self.moe_expert_rank_capacity_factor is not None or self.moe_pad_expert_input_to_capacity
+        return is_asked and self.expert_model_parallel_size > 1
 
     @property
     def model_parallel_size(self) -> int:

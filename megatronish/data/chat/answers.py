@@ -65,12 +65,14 @@ class UnclearError(ValueError):
 class _Beginning(NamedTuple):
     """Where an answer begins and its turn ends, None for what is no beginning of the whole text.
 
-    `space` is before the content of the answer where the conversation ends with it.
+    Where the conversation ends with the answer, `lead` is what comes between prompt and content, and `own_end` the
+    token that ends it.
     """
 
     begin: int | None
     until: int | None
-    space: str
+    lead: str
+    own_end: str | None
 
 
 class _Frame(NamedTuple):
@@ -169,20 +171,31 @@ class _AnswerSearch:
         ]
         if len(texts) % 2:
             texts.append(self.text)
-        return [self._beginning(prompt, until) for prompt, until in zip(texts[::2], texts[1::2], strict=True)]
+        return [
+            self._beginning(number, prompt, until)
+            for number, prompt, until in zip(numbers, texts[::2], texts[1::2], strict=True)
+        ]
 
-    def _beginning(self, prompt: str | None, until: str | None) -> _Beginning:
+    def _beginning(self, number: int, prompt: str | None, until: str | None) -> _Beginning:
         # The template may have written the prompt otherwise in the whole text: then it is no beginning, and says
         # nothing.
         begin = None if prompt is None or not self.text.startswith(prompt) else len(prompt)
-        space = ""
-        if prompt is not None and until is not None and until.startswith(prompt):
-            # Templates write a space or a newline between prompt and content, which the model has to write too.
-            space = until[len(prompt) : len(until) - len(until[len(prompt) :].lstrip())]
+        content, lead = (self.chat.messages[number]["content"] or "").strip(), ""
+        if prompt is not None and until is not None and until.startswith(prompt) and content:
+            # Templates write a space, or a token that begins a response, between prompt and content: the model has to
+            # write it, too.
+            lead, is_there, _ = until[len(prompt) :].partition(content)
+            lead = lead if is_there else ""
+        own_end = None if until is None else self._last_control(until)
         # An answer that ends where it begins, or an end that is no beginning of the whole text: the end is unknown.
         if begin is None or until is None or len(until) <= begin or not self.text.startswith(until):
-            return _Beginning(begin, None, space)
-        return _Beginning(begin, self._with_next_turn(begin, len(until)), space)
+            return _Beginning(begin, None, lead, own_end)
+        return _Beginning(begin, self._with_next_turn(begin, len(until)), lead, own_end)
+
+    def _last_control(self, text: str) -> str | None:
+        """The control token that ends a text, behind which there is space alone; None if none does."""
+        begin, end = next(reversed(self.template.control_places(text)), (0, 0))
+        return None if text[end:].strip() else text[begin:end] or None
 
     def _with_next_turn(self, begin: int, until: int) -> int:
         """End of a turn that nothing ends: that of the token behind it, which begins the next turn, if it stops one."""
@@ -219,12 +232,12 @@ class _AnswerSearch:
         """TextSpan of an answer, with the token that ends the turn."""
         # 1. Beginning: where the generation prompt ends, else where marks found the content. Calls of tools have no
         # content to mark.
-        prompt, until, space = beginning
+        prompt, until, lead, own_end = beginning
         content = self.contents.get(number)
         has_calls = "tool_calls" in self.chat.messages[number]
         if until is None and (content is None or has_calls):
             raise self._unclear(number, "the template changes what it wrote before when messages follow")
-        begin = prompt if prompt is not None else self._before(content, space)
+        begin = prompt if prompt is not None else self._before(content, lead)
         if begin is None or (content is not None and begin > content.begin):
             raise self._unclear(number, "the generation prompt is no beginning of it")
         # 2. End: by the text up to the end of the turn, and by the first control token behind the content. If both know
@@ -239,16 +252,22 @@ class _AnswerSearch:
         # 3. No control token ends the turn: a model that learns it would never stop.
         if end is None:
             raise self._endless(number, content.end if content is not None else until or begin)
+        if (
+            until is None
+            and own_end in self.template.ends
+            and self._last_control(self.text[:end]) not in self.template.ends
+        ):
+            raise self._unclear(number, "the token that ends it is no longer written when messages follow")
         place = TextSpan(begin, end)
         self._check_blocks(number, place, content, until)
         self._check_thoughts(number, place)
         return place
 
-    def _before(self, content: TextSpan | None, space: str) -> int | None:
-        """Beginning of an answer by its content, with the space that the model writes before it."""
+    def _before(self, content: TextSpan | None, lead: str) -> int | None:
+        """Beginning of an answer by its content, with what the model writes before it."""
         if content is None:
             return None
-        return content.begin - (len(space) if self.text[: content.begin].endswith(space) else 0)
+        return content.begin - (len(lead) if self.text[: content.begin].endswith(lead) else 0)
 
     def _end_in(self, begin: int, until: int) -> int | None:
         """End of the last control token before `until`, if nothing but space follows it."""
@@ -260,14 +279,27 @@ class _AnswerSearch:
         return end if not self.text[end:until].strip() else None
 
     def _end_after(self, content_end: int, until: int | None) -> int | None:
-        """End of the first control token after a content; without `until` it must follow with space between alone."""
-        # Without `until` a control token further on may be that of the next turn: then only space may lie between.
+        """End of the control tokens that end a turn after a content; None if there are none.
+
+        They follow each other with space between alone: what ends a response, for one, and what ends the turn (Cohere).
+        """
         first = bisect_left(self.controls, content_end, key=itemgetter(0))
         if first == len(self.controls):
             return None
-        start, end = self.controls[first]
-        is_near = not self.text[content_end:start].strip() if until is None else end <= until
-        return end if is_near else None
+        # Without `until` a control token further on may be that of the next turn: then only space may lie between.
+        if until is None and self.text[content_end : self.controls[first][0]].strip():
+            return None
+        closing = [self.controls[first]]
+        for begin, end in islice(self.controls, first + 1, None):
+            last_begin, last_end = closing[-1]
+            is_last = self.text[last_begin:last_end] in self.template.ends or (until is not None and end > until)
+            if is_last or self.text[last_end:begin].strip():
+                break
+            closing.append((begin, end))
+        if until is not None:
+            return closing[-1][1] if closing[0][1] <= until else None
+        ends = (end for begin, end in closing if self.text[begin:end] in self.template.ends)
+        return next(ends, closing[0][1])
 
     def _check_blocks(self, number: int, answer: TextSpan, content: TextSpan | None, until: int | None) -> None:
         """UnclearError if {% generation %} blocks say otherwise. They may leave the token out that ends the turn."""

@@ -6,6 +6,7 @@ record of the file, of the last record that of the first: KTO measures by it how
 follows from the file alone. A pair that is read as two labelled ones is compared with the halves of the next pair.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,6 +14,14 @@ from megatronish.core.foreign import json_value
 from megatronish.core.roles import ROLES, SAME_ROLE, THOUGHTS
 
 Message = dict[str, Any]
+
+
+class WrittenArguments(dict[str, Any]):
+    """Arguments of a call that are a JSON text in the data, which templates that take one write as it is."""
+
+    def __init__(self, arguments: Mapping[str, Any], text: str) -> None:
+        super().__init__(arguments)
+        self.text = text
 
 
 @dataclass(frozen=True)
@@ -109,18 +118,20 @@ def _part(number: int, part: Any) -> str:
 
 
 def _call(number: int, call: Any) -> dict[str, Any]:
-    """Tool call {type, function: {name, arguments}}. Arguments are a JSON text in the data, an object in templates."""
+    """Tool call {type, function: {name, arguments}}. Arguments that are a JSON text in the data keep it."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"message {number} has a tool call without the name of a function")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
+    if isinstance(text := arguments, str):
         try:
-            arguments = json_value(arguments or "{}")
+            arguments = json_value(text or "{}")
         except ValueError as error:
             raise ValueError(f"message {number} has a tool call whose arguments are no JSON ({error})") from None
     if not isinstance(arguments, dict):
         raise ValueError(f"message {number} has a tool call whose arguments are no object")
+    if isinstance(text, str):
+        arguments = WrittenArguments(arguments, text or "{}")
     kept = {name: value for name, value in call.items() if name in ("id", "type") and value is not None}
     return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
 

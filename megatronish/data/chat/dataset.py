@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.core.errors import UserError
+from megatronish.core.remote import is_url
 from megatronish.data.blend import Blend
 from megatronish.data.chat.conversation import kind_of
 from megatronish.data.chat.file import FORMAT, ChatFile, shuffled
@@ -254,6 +255,10 @@ class ChatDataset:
 
 def open_chats(source: DatasetSource, settings: DatasetSettings) -> ChatDataset:
     """Data set of a file of chats; UserError, a sentence with file and line, for what cannot be trained on."""
+    if is_url(source.path):
+        raise UserError(
+            f"--data-path {source.path} is on object storage, and chats are read from a disk; copy the file to one"
+        )
     assert settings.chats is not None, "chats need a setup"
     path = Path(source.path)
     masked = prepared(path, settings.chats, cache=Path(settings.cache_path) if settings.cache_path else None)

@@ -1,7 +1,8 @@
 """Encoder of chats: a conversation to tokens, and which of them are trained."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,8 +18,8 @@ from megatronish.tokenizer.control_tokens import ControlEncoder, PlacedTokens
 # Check that a chat template writes what a conversation has: some leave tools, their calls or the system out silently.
 #
 # A template without a place for calls writes "None" or nothing for an answer that is a call, and a model would learn
-# it. Every format of calls has the names of functions as they are, and every template that has a place for the system
-# writes what it says as it is.
+# it; others (Hermes, Llama 3.1) write the call and not the text next to it. Every format of calls has the names of
+# functions as they are, and every template that has a place for the system writes what it says as it is.
 
 
 def refuse_left_out(template: ChatTemplate, chat: Conversation, text: str) -> None:
@@ -27,33 +28,81 @@ def refuse_left_out(template: ChatTemplate, chat: Conversation, text: str) -> No
         if name not in text:
             raise _left_out(f"the tool {name}", template)
     for number, message in enumerate(chat.messages, 1):
-        if message["role"] == "system" and (message["content"] or "").strip() not in text:
-            raise _left_out(f"message {number}, of the system,", template)
+        role = message["role"]
+        if role in ("system", "developer") and (message["content"] or "").strip() not in text:
+            raise _left_out(f"message {number}, of the {role},", template)
     if not any("tool_calls" in message for message in chat.messages):
         return
-    # The text has the name of a function where the tools are, too: so each call is given a name of its own.
-    messages = [_marked(number, each) for number, each in enumerate(chat.messages, 1)]
-    marked = template.render_one(Rendering(messages, False, chat.variables), chat.tools)
-    marks = frozenset(re.findall(_mark(r"\d+", r"\d+"), marked))
+    # The text has the name of a function where the tools are, too: so each call is given a name of its own. Where a
+    # template writes the numbers of calls in the place of their names, and these begin with them (Kimi K2), so is that.
+    marks = frozenset[str]()
+    for where in (_in_name, _in_number):
+        messages = [_marked(number, each, where) for number, each in enumerate(chat.messages, 1)]
+        marked = template.render_one(Rendering(messages, False, chat.variables), chat.tools)
+        marks |= frozenset(re.findall(_mark(r"\d+", rf"(?:\d+|{_TEXT})"), marked))
+        missing = [part for part in _parts_of_calls(chat) if part.mark not in marks]
+        if not missing:
+            return
+    for part in missing:
+        # Some leave such a text out where messages follow, as they do thoughts (gpt-oss): as the answer it is there.
+        messages = [_marked(number, each, _in_name) for number, each in enumerate(chat.messages[: part.number], 1)]
+        rendering = Rendering(messages, False, chat.variables)
+        if not part.is_text or part.mark not in template.render_one(rendering, chat.tools):
+            raise _left_out(part.what, template)
+
+
+_TEXT = "text"
+
+
+class _PartOfCall(NamedTuple):
+    """A call of message `number`, or the text next to it: the mark that it is given, and what it is."""
+
+    number: int
+    mark: str
+    what: str
+    is_text: bool = False
+
+
+def _parts_of_calls(chat: Conversation) -> Iterator[_PartOfCall]:
+    """Calls, and the texts of their messages."""
     for number, message in enumerate(chat.messages, 1):
-        for place, name in enumerate(_names(message.get("tool_calls", ()))):
-            if _mark(number, place) not in marks:
-                raise _left_out(f"the call of {name} in message {number}", template)
+        if "tool_calls" not in message:
+            continue
+        for place, name in enumerate(_names(message["tool_calls"])):
+            yield _PartOfCall(number, _mark(number, place), f"the call of {name} in message {number}")
+        if _has_text(message):
+            what = f"the text next to the call in message {number}"
+            yield _PartOfCall(number, _mark(number, _TEXT), what, is_text=True)
+
+
+def _has_text(message: Message) -> bool:
+    return bool((message["content"] or "").strip())
 
 
 def _mark(number: int | str, place: int | str) -> str:
     return f"_mark_{number}_{place}_"
 
 
-def _marked(number: int, message: Message) -> Message:
-    """A message whose calls have marks behind the names of their functions."""
+def _marked(number: int, message: Message, where: Callable[[Any, str], Any]) -> Message:
+    """A message whose calls have marks, behind the names of their functions or elsewhere, and so has its text."""
     if "tool_calls" not in message:
         return message
-    calls = [
-        {**call, "function": {**call["function"], "name": f"{call['function']['name']}{_mark(number, place)}"}}
-        for place, call in enumerate(message["tool_calls"])
-    ]
-    return {**message, "tool_calls": calls}
+    text = {"content": message["content"].rstrip() + _mark(number, _TEXT)} if _has_text(message) else {}
+    return {
+        **message,
+        **text,
+        "tool_calls": [where(call, _mark(number, place)) for place, call in enumerate(message["tool_calls"])],
+    }
+
+
+def _in_name(call: Any, mark: str) -> Any:
+    return {**call, "function": {**call["function"], "name": call["function"]["name"] + mark}}
+
+
+def _in_number(call: Any, mark: str) -> Any:
+    number = call.get("id")
+    tells = isinstance(number, str) and call["function"]["name"] in number
+    return {**call, "id": f"{number}{mark}"} if tells else call
 
 
 def _names(functions: Iterable[Any]) -> Iterable[str]:
@@ -73,6 +122,11 @@ def _shielded(chat: Conversation, template: ChatTemplate) -> Conversation:
     """The conversation with no control token spelled in it."""
     messages, tools, variables = (template.shield(each) for each in (chat.messages, chat.tools, chat.variables))
     return Conversation(tuple(messages), chat.counts, tuple(tools), variables)
+
+
+_A_TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": {"type": "object"}}}
+_A_CALL = {"id": "a" * 9, "type": "function", "function": {"name": "a", "arguments": {}}}
+"""A tool and its call, whose number is as long as Mistral's and has the name in it, as Kimi's."""
 
 
 class EncodedChat(NamedTuple):
@@ -136,12 +190,13 @@ class ChatEncoder:
         return self._placed(template.unshield(shielded), places).ids
 
     def ends_of_answers(self) -> tuple[int, ...]:
-        """Tokens with which the template ends an answer; none if it does not tell."""
-        words = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            return self.encode(conversation_of(words))[0].ends
-        except ValueError:
-            return ()
+        """Tokens with which the template ends an answer, or a call of a tool; none if it does not tell."""
+        ends = list[int]()
+        for answer, tools in (({"content": "b"}, ()), ({"content": "", "tool_calls": [_A_CALL]}, [_A_TOOL])):
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
+            with suppress(ValueError):
+                ends += self.encode(conversation_of(messages, list(tools)))[0].ends
+        return tuple(dict.fromkeys(ends))
 
     def _template_for(self, tools: Sequence[Any]) -> ChatTemplate:
         template = self._with_tools if tools and self._with_tools is not None else self.template

@@ -62,6 +62,7 @@ def _turn(number: int, turn: Any) -> Message:
     if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
         raise ValueError(f"turn {number} must be an object with `from` and `value`")
     kept = {name: turn[name] for name in ("train", "weight") if name in turn}
+    # In ShareGPT's data a call has a role of its own, whose value is the call alone.
     if turn["from"] != "function_call":
         return {"role": SAME_ROLE.get(turn["from"], turn["from"]), "content": turn["value"], **kept}
     try:
@@ -76,6 +77,7 @@ def _alpaca(record: Record) -> Conversation:
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise ValueError("history must be a list of pairs [question, answer]")
+    # An empty input is the usual way to have none: it adds no line to the question.
     asked = [str(record[name]) for name in ("instruction", "input") if record.get(name)]
     messages = _system(record)
     for question, answer in [*history, ["\n".join(asked), record.get("output", record.get("response"))]]:
@@ -102,6 +104,7 @@ def prompted(prompt: Any, completion: Any, tools: Any = None) -> Conversation | 
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise ValueError("prompt and completion must both be texts, or both be lists of messages")
     conversation = conversation_of([*prompt, *completion], tools, roles="prompt and completion")
+    # Answers in the prompt are examples that the user gives, not what is to be learned.
     asked = {number for number in conversation.answers if number < len(prompt)}
     return replace(
         conversation, counts=tuple(counts and number not in asked for number, counts in enumerate(conversation.counts))
@@ -150,6 +153,7 @@ FORMATS: dict[str, Callable[[Record], ChatRecord]] = {
 
 def format_of(record: Record) -> str:
     """Name of the format of a record, by its keys. ValueError if it has the keys of none."""
+    # The order matters: a pair may have messages or a prompt, too, and a labelled completion has a prompt.
     if {"chosen", "rejected"} & record.keys():
         return "pairs"
     turns = record.get("messages", record.get("conversations", record.get("conversation")))
@@ -176,6 +180,7 @@ def format_of(record: Record) -> str:
 
 def read_record(line: bytes, *, format_name: str) -> tuple[str, ChatRecord]:
     """The format and the content of a line of JSON; `auto` recognises the format. ValueError for what is wrong."""
+    # Editors of Windows begin a file with a byte order mark, which JSON does not allow.
     record = json_value(line.decode("utf-8-sig"))
     if not isinstance(record, dict):
         raise ValueError(f"a line must be a JSON object, not {type(record).__name__}")
@@ -200,7 +205,7 @@ def _with_variables(content: ChatRecord, variables: Any) -> ChatRecord:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "megatronish chats 3"
+FORMAT = "megatronish chats 4"
 MOST_BAD = 0.5
 """With a larger part of bad lines, the format or the template is wrong."""
 
@@ -230,10 +235,12 @@ def prepared(path: Path, setup: ChatSetup, *, cache: Path | None) -> MaskedToken
         raise UserError(f"--data-path {path} does not exist; name a file of chats, as JSON lines")
     if is_parquet(path):
         raise UserError(f"--data-path {path} is Parquet; write its rows as JSON lines (pandas: to_json(lines=True))")
+    # The name of the file is there for people who look into the cache; the hash alone decides.
     folder = cache or path.parent / "cache"
     prefix = folder / f"{path.name}-{_key(path, setup)[:32]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # All ranks of a machine come here at once: one encodes, and the others find its result.
         with one_builder(prefix):
             if not counts_path(prefix).is_file():
                 _build(path, setup, prefix)
@@ -253,6 +260,7 @@ def _key(path: Path, setup: ChatSetup) -> str:
 
 def _build(path: Path, setup: ChatSetup, prefix: Path) -> None:
     counts = ChatCounts()
+    # The smallest type that holds the vocabulary: what is mapped by all ranks is half as large with uint16.
     dtype = token_dtype(max(setup.vocab_size, 1))
     with MaskedWriter(prefix, dtype=dtype) as writer:
         encode_file(path, setup, counts, writer)
@@ -269,15 +277,18 @@ def encode_file(path: Path, setup: ChatSetup, counts: ChatCounts, writer: Masked
         try:
             samples = encoders.samples_of(line.record)
         except ValueError as error:
+            # A mistake of the user (a template that does not fit) is that of every line, so it is told at once.
             if isinstance(error, UserError):
                 raise
             counts.add_bad(line.where, error)
             continue
         counts.split += len(samples) > 1
         for texts in samples:
+            # A template that writes the first token, and a tokenizer that adds it again: a model learns that silently.
             if any(bos is not None and text.tokens[:2].tolist() == [bos, bos] for text in texts):
                 counts.double_bos += 1
                 counts.told.append(f"{line.where}: the sample begins with two {setup.bos}")
+            # The first token has nothing before it, so its mask trains nothing.
             if not all(text.mask[1:].any() for text in texts):
                 counts.untrained += 1
                 continue
@@ -311,6 +322,7 @@ class _Encoders:
             raise record
         if not isinstance(record, CompletionPair):
             return [[text] for text in self._texts_of(record)]
+        # Two texts come of a half where the template writes an earlier answer differently than the last one.
         texts = [text for half in (record.first, record.second) for text in self._texts_of(half)]
         if len(texts) != 2:
             raise ValueError("the template writes its answers differently when others follow; end it at one answer")
@@ -319,6 +331,7 @@ class _Encoders:
 
     def _texts_of(self, record: Conversation | PlainText) -> list[EncodedChat]:
         is_chat = isinstance(record, Conversation)
+        # Plain texts need no template, so that a model without one can learn from them.
         if self._encoder is None or (self._encoder.template is None and is_chat):
             self._encoder = self._setup.encoder(for_chats=is_chat)
         return self._encoder.encode(record)
@@ -335,6 +348,7 @@ def read_lines(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[C
         if not isinstance(record, tuple):
             yield ChatLine(where, record)
             continue
+        # The last record is paired with the first, so that every prompt has a mismatch and none is used twice.
         first = first or record
         if waiting is not None:
             yield from _with_mismatches(*waiting, record)
@@ -364,6 +378,7 @@ def _records(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[tup
     """Each line with its place."""
     for batch in read_batches(path, ()):
         for number, text in enumerate(batch.lines, batch.first_line):
+            # Empty lines at the end of a file are no records, so they count in no part of bad lines.
             if not text.strip():
                 continue
             counts.records += 1
@@ -374,6 +389,7 @@ def _records(path: Path, config: ChatConfig, counts: ChatCounts) -> Iterator[tup
                     raise ValueError(
                         f"it is of the format {chat_format}, and the lines before it of {counts.chat_format}"
                     )
+            # JSON that is nested ten thousand levels deep ends the parser by its recursion, not by its grammar.
             except (ValueError, RecursionError) as error:
                 yield f"{path}:{number}", ValueError(_sentence(error))
                 continue

@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from megatronish.core.contained import ChildBounds, Contained, ContainedError
 from megatronish.core.errors import UserError, shown
 from megatronish.core.foreign import size_of
-from megatronish.data.chat.conversation import Message
+from megatronish.data.chat.conversation import Message, WrittenArguments
 
 # Built-in chat templates, for models without one of their own: the files of the folder templates/.
 #
@@ -104,7 +104,9 @@ class ChatTemplate:
                 "--chat-template"
             ) from error
         self._variables = dict(variables)
-        self._arguments_are_text: bool | None = None
+        self.ends = self.stops | {name for name in (variables.get("eos_token"),) if isinstance(name, str)}
+        """Control tokens at which the model stops, that of the end of a text among them."""
+        self._spell: Spell | None = None
         self._own_size = None if is_built_in(source) else MOST_OWN + TIMES_SOURCE * (len(source) + size_of(variables))
         longest_first = sorted(controls, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -122,6 +124,8 @@ class ChatTemplate:
             return self._controls.sub(lambda match: match[0].translate(self._shield), value)
         if isinstance(value, list | tuple):
             return [self.shield(each) for each in value]
+        if isinstance(value, WrittenArguments):
+            return WrittenArguments(self.shield(dict(value)), self.shield(value.text))
         if isinstance(value, dict):
             return {self.shield(name): self.shield(each) for name, each in value.items()}
         return value
@@ -149,24 +153,36 @@ class ChatTemplate:
         """Each text with its GENERATION_MARKS, or why there is none. UserError where the template has no bounds.
 
         Arguments of calls are objects for most templates, and JSON texts for those that put them behind a text
-        (DeepSeek): which, the first conversation with calls shows.
+        (DeepSeek). Those that take both (Qwen 3) write a JSON text of the data as it is. Which, the first conversation
+        with calls shows.
         """
-        calls = [call for each in renderings for message in each.messages for call in message.get("tool_calls", ())]
-        if not calls or self._arguments_are_text is False:
+        if not any(_calls(each) for each in renderings):
             return self._rendered(renderings, tools)
-        as_texts = [each._replace(messages=[_with_texts(message) for message in each.messages]) for each in renderings]
-        if self._arguments_are_text:
-            return self._rendered(as_texts, tools)
-        as_objects = self._rendered(renderings, tools)
-        spelled = [str(arguments) for call in calls if (arguments := call["function"]["arguments"])]
-        if not (num_bad := _num_bad(as_objects, spelled)):
-            self._arguments_are_text = False if spelled else None
+        if self._spell is not None:
+            return self._rendered(_with_arguments(renderings, self._spell), tools)
+        as_objects = self._rendered(_with_arguments(renderings, _object), tools)
+        given = [
+            arguments for each in renderings for call in _calls(each) if (arguments := call["function"]["arguments"])
+        ]
+        spelled = [str(arguments) for arguments in given]
+        if num_bad := _num_bad(as_objects, spelled):
+            texts = self._rendered(_with_arguments(renderings, _text), tools)
+            if _num_bad(texts, spelled) < num_bad:  # it is not bad for another reason
+                self._spell = _text
+                return texts
+        able = [
+            each
+            for each, text in zip(renderings, as_objects, strict=True)
+            if _calls(each) and not isinstance(text, ValueError)
+        ]
+        if not able or not any(isinstance(arguments, WrittenArguments) for arguments in given):
+            return as_objects  # which do not show it
+        probed = self._rendered(_with_arguments(able, _probe), tools)
+        if not all(_has_probes(text, each) for text, each in zip(probed, able, strict=True)):
+            self._spell = _object
             return as_objects
-        texts = self._rendered(as_texts, tools)
-        if _num_bad(texts, spelled) >= num_bad:  # for another reason
-            return as_objects
-        self._arguments_are_text = True
-        return texts
+        self._spell = _written
+        return self._rendered(_with_arguments(renderings, _written), tools)
 
     def _rendered(self, renderings: Sequence[Rendering], tools: Sequence[Any]) -> list[str | ValueError]:
         values = [
@@ -206,12 +222,49 @@ class ChatTemplate:
         )
 
 
-def _with_texts(message: Message) -> Message:
-    """A message whose calls have their arguments as JSON texts."""
+PROBE = '{"probed": 1}'
+"""Arguments that a template that takes a text writes as they are."""
+
+Spell = Callable[[Mapping[str, Any]], Any]
+"""Arguments of a call to what a template takes."""
+
+
+def _object(arguments: Mapping[str, Any]) -> Any:
+    return dict(arguments)
+
+
+def _written(arguments: Mapping[str, Any]) -> Any:
+    """The text of the data, where they have one."""
+    return arguments.text if isinstance(arguments, WrittenArguments) else dict(arguments)
+
+
+def _text(arguments: Mapping[str, Any]) -> Any:
+    return arguments.text if isinstance(arguments, WrittenArguments) else _tojson(arguments)
+
+
+def _probe(_: Mapping[str, Any]) -> Any:
+    return PROBE
+
+
+def _has_probes(text: str | ValueError, rendering: Rendering) -> bool:
+    """Whether the text has one for each call."""
+    return not isinstance(text, ValueError) and text.count(PROBE) == len(_calls(rendering))
+
+
+def _calls(rendering: Rendering) -> list[Any]:
+    return [call for message in rendering.messages for call in message.get("tool_calls", ())]
+
+
+def _with_arguments(renderings: Sequence[Rendering], spell: Spell) -> list[Rendering]:
+    """The same with arguments of calls as a template takes them."""
+    return [each._replace(messages=[_spelled(message, spell) for message in each.messages]) for each in renderings]
+
+
+def _spelled(message: Message, spell: Spell) -> Message:
     if "tool_calls" not in message:
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": spell(call["function"]["arguments"])}}
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}

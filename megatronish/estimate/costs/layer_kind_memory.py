@@ -20,11 +20,22 @@ from typing import NamedTuple
 from megatronish.config.config import Config
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
+from megatronish.core.layout import ExpertLayout
 from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.parameters import adapter_parameters, frozen_bytes, largest_dequantised, quantised
 from megatronish.specs.adapter_targets import all_patterns, is_target
 from megatronish.specs.attention import AttentionRun, AttentionSpec
-from megatronish.specs.costs import ActivationBytes, Count, DeviceType, LayerCost, LinearShape, sum_counts
+from megatronish.specs.chunk_sizes import LARGE_MATRIX, chunk_sizes
+from megatronish.specs.costs import (
+    ADDED_AT_ONCE,
+    ActivationBytes,
+    Count,
+    DeviceType,
+    LayerCost,
+    LinearShape,
+    WeightGradientBytes,
+    sum_counts,
+)
 from megatronish.specs.ends import ends_of
 from megatronish.specs.layers import LayerSpec, PredictionSpec, layer_specs
 
@@ -44,11 +55,6 @@ class LayerKind:
     def parameters(self) -> Count:
         """Number of a layer's parameters, without adapters."""
         return self.cost.parameters
-
-    @cached_property
-    def largest_matrix(self) -> Count:
-        """Weight of the largest linear layer."""
-        return self.cost.largest_matrix
 
     @cached_property
     def deferred(self) -> tuple[Count, Count]:
@@ -136,6 +142,9 @@ class LayerMemory:
         self.element = 4 if training.precision == "fp32" else 2
         self.tp, self.cp = layout.tp, layout.cp
         self.ep, self.etp = parallel.expert_layout
+        even, room = self.config.rows_of_experts if model.num_experts is not None else (1, 1)
+        self.room = room / even
+        """Rows of experts, over those of an even load."""
         self.cuts_sequence = parallel.sequence_parallel and self.tp > 1
         self.is_ring = self.cp > 1 and parallel.cp_comm_type == "p2p"
         self.tokens = training.seq_length * training.micro_batch_size // self.cp
@@ -147,10 +156,29 @@ class LayerMemory:
         """Elements of an embedding on this rank."""
         self.logits = float(self.tokens * padded // self.tp * self.element * (1 - model.encoder_share))
         self.logits *= 1 + model.num_depths
+        self.uncapped = 0.0
+        """Gradient of the logits before their soft cap, which comes while that after it and the tanh are there."""
         if model.final_logit_softcapping is not None:  # and the tanh, which its backward needs
+            self.uncapped = self.logits
             self.logits *= 2
+        chunk = min(chunk_sizes(self.device).logits, self.tokens * padded // self.tp)
+        unfused = self.device == "cuda" and not self.kernels and self.element == 2
+        self.exponentials = 4 * chunk if unfused else 0
+        """Those of some tokens' logits, in fp32, while the gradient of the logits is computed."""
         self.freezes = self.config.adapter.is_used
         self.defers = self.defers and not self.freezes  # weight gradients of adapters never wait
+
+    @property
+    def adds_at_once(self) -> bool:
+        """Whether products add gradients of weights to sums in fp32 where there are some."""
+        return self.element == 4 or self.device == "cuda"
+
+    @property
+    def adds_by_expert(self) -> bool:
+        """Whether products of experts in 16 bits add their gradients at once, too: large ones of known sizes."""
+        config = self.config
+        is_large = config.model.hidden_size * config.model.expert_ffn_size // self.etp >= LARGE_MATRIX
+        return self.device == "cuda" and self.ep > 1 and is_large and not config.parallel.has_rooms
 
     # What waits for the backward
 
@@ -195,7 +223,7 @@ class LayerMemory:
     @remembered
     def kept(self, kind: LayerKind) -> float:
         """What a layer keeps for its backward."""
-        run = self.run(self.element)
+        run = self.run()
         attention = getattr(kind.spec, "attention", self.usual_attention)
         scores = 0 if run.is_selective or run.is_ring else attention.bytes_per_score(run)
         saved = kind.cost.saved_bytes(
@@ -203,6 +231,7 @@ class LayerMemory:
         )
         kept = float(self.tokens * self._per_rank(saved)) - self._left_out(kind, run)
         kept += sum(each.kept_of_others(run) for each in getattr(kind.spec, "attentions", ()))
+        kept += padding(run) if (padding := getattr(getattr(kind.spec, "mlp", None), "padding", None)) else 0.0
         if self.device == "cpu":
             return kept
         if (more_kept := getattr(kind.spec, "more_kept", None)) is not None:
@@ -233,7 +262,7 @@ class LayerMemory:
         if own is not None:  # attention that is no pair of products
             number = next(place for place, linear in enumerate(dense) if linear.cut == "row") + 1
             adapted = [(linear, _number_of_adapters(kind, linear)) for linear in dense[:number]]
-            kept += own(self.run(self.element), adapted, self.config.adapter)
+            kept += own(self.run(), adapted, self.config.adapter)
             dense = dense[number:]
         pairs = list(zip(dense[::2], dense[1::2], strict=False))
         if any(linear.copies > 1 for linear in kind.cost.linears):
@@ -268,7 +297,7 @@ class LayerMemory:
     @cached_property
     def masks(self) -> tuple[float, float]:
         """Bytes of masks that all micro-batches share, and of each that waits, whose documents have their own."""
-        model, run = self.config.model, self.run(self.element)
+        model, run = self.config.model, self.run()
         packs, has_alibi = run.packs_documents, run.has_alibi
         specs = {getattr(spec, "attention", None) for spec in layer_specs(model)}
         if self.device == "cpu":  # ALiBi's biases alone, if neither a ring nor blocks make them for a tile at a time
@@ -289,20 +318,21 @@ class LayerMemory:
 
     # What a backward needs in addition
 
-    def run(self, gradient: int) -> AttentionRun:
-        """Sizes for specs; `gradient` are the bytes of an element of a weight's gradient that is not added at once."""
+    def run(self, gradient: WeightGradientBytes = ADDED_AT_ONCE) -> AttentionRun:
+        """Sizes from which specs compute what they need; `gradient` is that of weights before it is in its sum."""
         model, training = self.config.model, self.config.training
         size = ActivationBytes(
             feature=self.feature,
             hidden=self.hidden,
             residual=self.residual,
             gathers=self.cuts_sequence,
-            gradient=0 if self.defers else gradient,
+            gradient=ADDED_AT_ONCE if self.defers else gradient,
             element=self.element,
             hidden_size=model.hidden_size,
             tp=self.tp,
             ep=self.ep,
             etp=self.etp,
+            rows=self.room,
         )
         return AttentionRun(
             size=size,
@@ -323,18 +353,17 @@ class LayerMemory:
         )
 
     @remembered
-    def transients(self, kind: LayerKind, gradient: int) -> float:
+    def transients(self, kind: LayerKind, gradient: WeightGradientBytes) -> float:
         """What the backward of a layer needs at most: gradients of its products, or the operators of attention."""
         run = self.run(gradient)
         if (transients := getattr(kind.spec, "transients", None)) is not None:
             size = transients(run)
         else:  # of a plug-in: gradients of the largest product
-            matrix = run.size.gradient * kind.largest_matrix.per_rank(self.tp, experts=run.size.grid)
-            size = 2 * self.residual + matrix
+            size = 2 * self.residual + run.size.gradient.largest(kind.cost.linears, tp=self.tp, grid=run.size.grid)
         return float(size + self._hashes + self.dequantised(kind))
 
     @remembered
-    def of_layers(self, chunk: ChunkKinds, gradient: int) -> float:
+    def of_layers(self, chunk: ChunkKinds, gradient: WeightGradientBytes) -> float:
         """What the backward of a layer of a chunk needs, the largest."""
         return max((self.transients(kind, gradient) for kind in set(chunk.kinds)), default=0.0)
 
@@ -382,7 +411,7 @@ class LayerMemory:
     def learned(self, kind: LayerKind) -> int:
         """Parameters of a layer on this rank that learn."""
         count = kind.adapters if self.freezes else kind.parameters
-        return count.per_rank(self.tp, experts=self.ep * self.etp)
+        return count.per_rank(self.tp, experts=self.ep * self.etp, etp=self.etp)
 
     @remembered
     def learned_by(self, chunk: ChunkKinds) -> int:
@@ -393,11 +422,13 @@ class LayerMemory:
         """Bytes of a layer's frozen parameters on this rank, those in 4 bits as they are stored."""
         model, adapter = self.config.model, self.config.adapter
         blocks = quantised(model, [kind.first], adapter)
-        return frozen_bytes(kind.parameters, blocks, cut=(self.tp, self.ep * self.etp), element_bytes=self.element)
+        experts = ExpertLayout(self.ep, self.etp)
+        return frozen_bytes(kind.parameters, blocks, tp=self.tp, experts=experts, element_bytes=self.element)
 
-    def largest_matrix(self, kind: LayerKind) -> int:
-        """Elements of a layer's largest weight on this rank."""
-        return kind.largest_matrix.per_rank(self.tp, experts=self.ep * self.etp)
+    @remembered
+    def largest_gradient(self, kind: LayerKind, gradient: WeightGradientBytes) -> int:
+        """Bytes of the largest gradient of a layer's weights on this rank, before it is in its sum."""
+        return gradient.largest(kind.cost.linears, tp=self.tp, grid=self.ep * self.etp)
 
 
 def _number_of_adapters(kind: LayerKind, linear: LinearShape) -> int:

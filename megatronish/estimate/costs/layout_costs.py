@@ -15,7 +15,7 @@ from megatronish.estimate.costs.outer_traffic import bytes_to_islands
 from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters, parameters_of_stage
 from megatronish.estimate.costs.traffic import why_no_traffic
 from megatronish.parallel.schedules.live_activations import StageLoad
-from megatronish.parallel.stages import Stages
+from megatronish.parallel.stages import stage_loads
 from megatronish.specs.costs import DeviceType
 from megatronish.specs.flops import model_flops_per_token
 from megatronish.specs.layers import layer_specs
@@ -46,8 +46,7 @@ class LayoutCosts:
         """Costs of a config's layout on such a device, where fused operators run or do not."""
         model, training, parallel = config.model, config.training, config.parallel
         sizes = {"vocab_size": vocab_size, "seq_length": training.seq_length}
-        stages = Stages.of(parallel, model, **sizes)
-        loads, specs = stages.loads(config.num_microbatches), layer_specs(model)
+        loads, specs = stage_loads(config, vocab_size), layer_specs(model)
         island_bytes: int | None = 0
         if parallel.num_islands > 1:
             sent = [bytes_to_islands(config, load, stage, vocab_size=vocab_size) for stage, load in enumerate(loads)]
@@ -85,6 +84,5 @@ def memory_of_stages(
     config: Config, *, vocab_size: int, device: DeviceType = "cuda", kernels: bool = True
 ) -> list[Memory]:
     """Bytes on a device of each stage of a config's layout: what `LayoutCosts.memory` has, without the other costs."""
-    sizes = {"vocab_size": vocab_size, "seq_length": config.training.seq_length}
-    loads = Stages.of(config.parallel, config.model, **sizes).loads(config.num_microbatches)
+    loads = stage_loads(config, vocab_size)
     return expected_memory(config, loads, vocab_size=vocab_size, device=device, kernels=kernels)

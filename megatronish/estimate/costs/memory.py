@@ -235,18 +235,26 @@ class MemoryModel:
         # Without ZeRO-2 buckets matter where the embedding is in one with the first layer, which is the first stage's.
         for place in range(number if zero == 2 else min(1, stage.is_first * number)):
             is_first, is_last = stage.is_first and place == 0, stage.is_last and place == number - 1
-            buckets.append(self._buckets_of(layout, stage.chunks[place], is_first=is_first, is_last=is_last))
+            ends = {"is_first": is_first, "is_last": is_last}
+            buckets.append(self._buckets_of(layout, stage.chunks[place], **ends, adds_at_once=sizes.adds_at_once))
         is_only = plan.num_microbatches * number == 1
         return StageTransients(sizes, stage, zero, buckets, units, layout.mesh.pp > 1, is_only)
 
-    def _buckets_of(self, layout: Candidate, chunk: ChunkKinds, *, is_first: bool, is_last: bool) -> ChunkBuckets:
+    def _buckets_of(
+        self, layout: Candidate, chunk: ChunkKinds, *, is_first: bool, is_last: bool, adds_at_once: bool
+    ) -> ChunkBuckets:
         mesh, is_pipeline = layout.mesh, layout.mesh.pp > 1
         defers = SCHEDULES[layout.schedule].has_weight_gradients
         sequence = layout.sequence_parallel
         key = mesh.tp, mesh.ep, mesh.etp, is_pipeline, defers, sequence, chunk, is_first, is_last
         if key not in self._buckets:
             self._buckets[key] = ChunkBuckets.of(
-                self.config_of(layout), chunk, is_first=is_first, is_last=is_last, vocab_size=self.vocab_size
+                self.config_of(layout),
+                chunk,
+                is_first=is_first,
+                is_last=is_last,
+                vocab_size=self.vocab_size,
+                adds_at_once=adds_at_once,
             )
         return self._buckets[key]
 

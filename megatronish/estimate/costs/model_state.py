@@ -123,7 +123,8 @@ class StageCounts(NamedTuple):
 def stage_state(config: Config, counts: StageCounts) -> Memory:
     """Parameters, gradients and optimizer of a stage, with even shares; and a second model of --reference model."""
     width = 4 if config.training.precision == "fp32" else 2
-    tp, grid = config.layout.tp, prod(config.parallel.expert_layout)
+    tp, experts = config.layout.tp, config.parallel.expert_layout
+    grid = prod(experts)
     num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments
     dense = ZeroSettings.of(config.parallel, config.layout)
     frozen = counts.held + counts.blocks.parameters * -1 if config.adapter.is_used else Count()
@@ -131,7 +132,7 @@ def stage_state(config: Config, counts: StageCounts) -> Memory:
     for zero, is_experts in ((dense, False), (dense.of_experts(config.layout, grid), True)):
 
         def on_rank(count: Count, is_experts: bool = is_experts) -> int:
-            return count.experts // grid if is_experts else count.without_experts.per_rank(tp)
+            return count.of_experts(grid, experts.etp) if is_experts else count.without_experts.per_rank(tp)
 
         learned = on_rank(counts.learned)
         moments = num_moments(count=learned, in_matrices=on_rank(counts.in_matrices))

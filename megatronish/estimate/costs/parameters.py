@@ -4,13 +4,14 @@ And bytes of a quantised base (layers/nf4.py, layers/int8.py). Layouts that woul
 """
 
 from collections.abc import Sequence
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
+from megatronish.core.layout import ExpertLayout
 from megatronish.specs.adapter_targets import (
     LinearSection,
     all_patterns,
@@ -72,7 +73,9 @@ def parameters_of_adapter(section: LinearSection, config: AdapterConfig) -> Coun
         a, b = config.lora_rank * section.in_features, config.lora_rank * section.out_features
         counts = {"row": Count(split=a, whole=b), "column": Count(split=b, whole=a), "none": Count(whole=a + b)}
         count = counts[section.cut]
-    return count if section.copies == 1 else Count(experts=section.copies * count.total)
+    if section.copies == 1:
+        return count
+    return Count(experts=section.copies * count.split, by_expert=section.copies * count.whole)
 
 
 def adapter_parameters(model: ModelConfig, layers: Sequence[int], config: AdapterConfig) -> Count:
@@ -130,15 +133,15 @@ def _stored(section: LinearSection, config: AdapterConfig) -> Count:
         size, scales = blocks * (CODES + 1), -(-blocks // BLOCKS_PER_SCALE) + 1
     else:
         size, scales = blocks * (CODES + 4), 0
-    whole = Count(whole=4 * scales) if section.copies == 1 else Count(experts=section.copies * 4 * scales)
+    whole = Count(whole=4 * scales) if section.copies == 1 else Count(by_expert=section.copies * 4 * scales)
     return _cut(section, section.copies * size) + whole
 
 
-def frozen_bytes(held: Count, in_blocks: Quantised, *, cut: tuple[int, int], element_bytes: int) -> int:
-    """Bytes of frozen parameters on a rank; `cut` are the ranks that cut a layer (tp) and its experts (ep x etp)."""
-    tp, grid = cut
-    others = held + in_blocks.parameters * -1
-    return element_bytes * others.per_rank(tp, experts=grid) + in_blocks.stored.per_rank(tp, experts=grid)
+def frozen_bytes(held: Count, in_blocks: Quantised, *, tp: int, experts: ExpertLayout, element_bytes: int) -> int:
+    """Bytes of frozen parameters on a rank; tp cuts a layer, and its `experts` are cut by expert and by feature."""
+    others, grid = held + in_blocks.parameters * -1, prod(experts)
+    stored = in_blocks.stored.per_rank(tp, experts=grid, etp=experts.etp)
+    return element_bytes * others.per_rank(tp, experts=grid) + stored
 
 
 def largest_dequantised(model: ModelConfig, layers: Sequence[int], *, tp: int, etp: int) -> int:

@@ -205,58 +205,29 @@ class StageParameters(NamedTuple):
         sections = dict(shape.sections) or {"": shape.out_features}
         if shape.copies > 1:
             yield from self.stacked(name, shape, sections)
-        elif shape.cut == "row":
-            yield from self.row_parallel(name, shape.in_features, sections, shape.bias)
-        elif shape.cut == "column":
-            yield from self.column_parallel(name, shape.in_features, sections, shape.bias)
-        else:
-            yield from self.whole(name, shape)
-
-    def whole(self, name: str, shape: LinearShape) -> Iterator[StageParameter]:
-        """Weight and bias that every rank has, and the adapter of a layer that may have one."""
-        width, size = shape.in_features, shape.out_features
-        partial = ("tp",) if shape.splits_tokens else self.over_sequence
-        matrices = (width * size,) if shape.sections else ()  # no router and no gate is one
-        yield StageParameter(f"{name}.weight", size, width, partial=partial, matrices=matrices)
+            return
+        # Those cut along the inputs, along the outputs, and whole: what is whole has parts of gradients.
+        is_row, is_column, width = shape.cut == "row", shape.cut == "column", shape.in_features
+        over = ("tp",) if shape.splits_tokens else self.over_sequence
+        cut = StageParameter("", 1, cut=("tp",))
+        whole = StageParameter("", 1, partial=over)
+        inputs, outputs = cut if is_row else whole, cut if is_column else whole
+        inner, parts = width // self.tp if is_row else width, self.tp if is_column else 1
+        # No router and no gate is a matrix.
+        matrices = tuple(width * size for size in sections.values()) if shape.sections or shape.cut != "none" else ()
+        weight = (whole if shape.cut == "none" else cut)._replace(columns=inner, matrices=matrices)
+        yield weight._replace(name=f"{name}.weight", rows=sum(sections.values()) // parts)
         if shape.bias:
-            yield StageParameter(f"{name}.{shape.bias_name}", size, partial=partial)
-        for section, _ in self.adapted(name, dict(shape.sections)):
-            adapter, rank = f"{name}.adapters.default.{section}", self.config.adapter.lora_rank
-            yield StageParameter(f"{adapter}.A", rank, width, partial=partial)
-            yield StageParameter(f"{adapter}.B", size, rank, partial=partial)
-
-    def column_parallel(self, name: str, width: int, sections: dict[str, int], bias: bool) -> Iterator[StageParameter]:
-        """Weight and bias cut along the outputs, and the adapters of its sections."""
-        rows = sum(sections.values()) // self.tp
-        matrices = tuple(width * size for size in sections.values())
-        yield StageParameter(f"{name}.weight", rows, width, ("tp",), matrices=matrices)
-        if bias:
-            yield StageParameter(f"{name}.bias", rows, cut=("tp",))
+            yield outputs._replace(name=f"{name}.{shape.bias_name}", rows=sum(sections.values()) // parts)
+        rank = self.config.adapter.lora_rank
         for section, size in self.adapted(name, sections):
             adapter = f"{name}.adapters.default.{section}"
             if self.config.adapter.adapter_type == "ia3":
-                yield StageParameter(f"{adapter}.l", size // self.tp, cut=("tp",))
+                scaled, rows = (inputs, inner) if section == "down" else (outputs, size // parts)
+                yield scaled._replace(name=f"{adapter}.l", rows=rows)
             else:
-                rank = self.config.adapter.lora_rank
-                yield StageParameter(f"{adapter}.A", rank, width, partial=self.over_sequence)
-                yield StageParameter(f"{adapter}.B", size // self.tp, rank, ("tp",))
-
-    def row_parallel(self, name: str, width: int, sections: dict[str, int], bias: bool) -> Iterator[StageParameter]:
-        """Weight cut along the inputs, a whole bias, and its adapter."""
-        (size,) = sections.values()
-        yield StageParameter(f"{name}.weight", size, width // self.tp, ("tp",), matrices=(width * size,))
-        if bias:
-            yield StageParameter(f"{name}.bias", size, partial=self.over_sequence)
-        for section, _ in self.adapted(name, sections):
-            adapter = f"{name}.adapters.default.{section}"
-            if self.config.adapter.adapter_type == "ia3" and section == "down":
-                yield StageParameter(f"{adapter}.l", width // self.tp, cut=("tp",))
-            elif self.config.adapter.adapter_type == "ia3":
-                yield StageParameter(f"{adapter}.l", size, partial=self.over_sequence)
-            else:
-                rank = self.config.adapter.lora_rank
-                yield StageParameter(f"{adapter}.A", rank, width // self.tp, ("tp",))
-                yield StageParameter(f"{adapter}.B", size, rank, partial=self.over_sequence)
+                yield inputs._replace(name=f"{adapter}.A", rows=rank, columns=inner)
+                yield outputs._replace(name=f"{adapter}.B", rows=size // parts, columns=rank)
 
     def stacked(self, name: str, shape: LinearShape, sections: dict[str, int]) -> Iterator[StageParameter]:
         """One weight for each expert, perhaps a bias, and their adapters."""

@@ -4,7 +4,8 @@ Bytes of a call are those of its largest tensor: the tensor of an all-reduce, th
 reduce-scatter, all that a rank sends in an all-to-all, a message. With H = S B D / cp elements of hidden states:
 
     tp         layers: 4 all-reduces of H, two forward and two backward (Shoeybi et al. 2019); with sequence parallelism
-               6 all-gathers and 4 reduce-scatters of H (Korthikanti et al. 2022, with inputs gathered again)
+               6 all-gathers and 4 reduce-scatters of H (Korthikanti et al. 2022, with inputs gathered again);
+               with tp_comm_overlap 4 of these and 2 of those are tp - 1 messages of H / tp
     cp         a ring: keys and values cp - 1 times forward and backward, their gradients in fp32 cp times; all-to-all:
                queries, keys and values, and the output, forward and backward
     tp         keys and values of a head that several ranks share: an all-to-all forward and backward
@@ -120,7 +121,7 @@ class LayerTraffic(StepTraffic):
         of_row = forwards + (row.name in again)
         if row.name in again and any(self._num_adapted(name, linear) for linear in (*columns, row)):
             self.learns_before = True  # a copy of the input, which has a gradient
-        times, learned, gathered, low_again = self.num_microbatches, 0, 0, 0
+        times, learned, gathered, gathered_again, low_again = self.num_microbatches, 0, 0, 0, 0
         element, learns_inside, has_adapter = times * self.tokens * self.width, self.learns_before, False
         adapted = [0, self._num_adapted(name, row)]
         for linear in columns:
@@ -132,14 +133,18 @@ class LayerTraffic(StepTraffic):
             size = int(element * linear.in_features * linear.share)
             of_column = forwards + (linear.name in again)
             # Forward, and for the weight gradient, where the input was not gathered for good.
-            gathered += (of_column + (not self.freezes and linear.name not in self.of_ring)) * size
+            gathered += of_column * size
+            gathered_again += (not self.freezes and linear.name not in self.of_ring) * size
             adapted[0], low_again = adapted[0] + number, low_again + of_column * number
             learned += size if self.learns_before or has_adapter else 0
             has_adapter = False
         last = int(element * row.out_features * row.share)
         if self.cuts_sequence:
-            self.add("tp", "all-gather", gathered + learns_inside * last)  # and backward of the reduce-scatter
-            self.add("tp", "reduce-scatter", of_row * last + learned)
+            # A forward's gathers and reductions, and the backward of the latter; the gather for the weight's gradient.
+            self._round(gathered + learns_inside * last, "all-gather")
+            self._round(of_row * last, "reduce-scatter")
+            self.add("tp", "all-gather", gathered_again)
+            self.add("tp", "reduce-scatter", learned)
         else:
             self.add("tp", "all-reduce", of_row * last + learned)
         self.learns_before = learns_inside or adapted[1] > 0
@@ -150,6 +155,14 @@ class LayerTraffic(StepTraffic):
                 self.add("tp", "reduce-scatter", low * (adapted[0] + of_row * adapted[1]))
             else:
                 self.add("tp", "all-reduce", low * (adapted[0] + of_row * adapted[1]))
+
+    def _round(self, size: int, collective: str) -> None:
+        """What goes to all tp ranks, or from them: in one collective, or in pieces that go round."""
+        if not self.config.multiplies_by_pieces:
+            self.add("tp", collective, size)
+            return
+        for name in ("send", "receive"):
+            self.add("tp", name, size * (self.sizes["tp"] - 1) // self.sizes["tp"])
 
     def _num_adapted(self, name: str, linear: LinearShape) -> int:
         """Sections of a linear layer of the layer of this name that have an adapter."""
@@ -185,7 +198,8 @@ class LayerTraffic(StepTraffic):
         model, layout = self.config.model, self.config.layout
         etp, times = self.sizes["etp"], self.num_microbatches
         own = self.tokens // layout.tp * etp
-        rows = own * experts.used // experts.copies * experts.copies
+        even, room = self.config.rows_of_experts
+        rows = even // experts.copies * experts.copies if even == room else room
         hidden = model.hidden_size * self.width
         if layout.tp > 1 and not self.cuts_sequence:  # each rank of tp takes a part of the tokens
             self.add("tp", "all-gather", times * (forwards + 1) * self.hidden)
@@ -224,7 +238,8 @@ class LayerTraffic(StepTraffic):
             size, tokens = int(size * predicting), int(self.tokens * predicting)
             # Each depth of multi-token prediction embeds, and uses the output layer and the loss once more.
             if self.cuts_sequence:
-                self.add("tp", "all-gather", (1 + depths) * (1 + learns) * size + depths * learns * size)
+                self._round((1 + depths) * size, "all-gather")
+                self.add("tp", "all-gather", (1 + depths) * learns * size + depths * learns * size)
                 self.add("tp", "reduce-scatter", (1 + 2 * depths) * size)
             else:
                 self.add("tp", "all-reduce", (1 + 2 * depths) * size)
@@ -310,10 +325,12 @@ def _numbers(traffic: StepTraffic) -> None:
         rows = model.num_experts + 1  # choices, and what is not finite
         losses = model.moe_aux_loss_coeff if model.moe_router_load_balancing_type != "none" else 0
         rows += bool(losses) + bool(model.moe_z_loss_coeff) + (model.moe_expert_capacity_factor is not None)
+        rows += traffic.config.parallel.has_rooms  # what found no room
         sums += model.num_all_layers * rows
     if traffic.config.parallel.num_islands > 1:
         sums += 2  # weight and norm of each island
-    if traffic.config.measures_logits:  # of all heads, fp32
-        traffic.add("world", "all-reduce", 4 * model.num_all_layers * model.num_attention_heads)
+    if traffic.config.measures_logits:  # of all heads in each island, fp32
+        heads = model.num_all_layers * model.num_attention_heads
+        traffic.add("world", "all-reduce", 4 * traffic.config.parallel.num_islands * heads)
     if traffic.config.layout.world_size > 1:
         traffic.add("world", "all-reduce", SCALAR * sums)

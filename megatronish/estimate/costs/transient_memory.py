@@ -32,6 +32,7 @@ from megatronish.estimate.costs.state_traffic import (
 )
 from megatronish.parallel.bucketing import MAX_PENDING
 from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan
+from megatronish.specs.costs import ADDED_AT_ONCE, WeightGradientBytes
 
 TABLE = "embedding.tokens.weight"
 NEWTON_SCHULZ = 4
@@ -59,7 +60,8 @@ class Zero2Buffers:
 
     A bucket has a buffer from its first gradient on. It is reduced once it is full and in its turn, and its buffer is
     there until the reduction after the next one begins, perhaps in the next backward. Without overlap all buckets of a
-    backward wait for its end.
+    backward wait for its end. `opens_table`: the output layer's product adds to the gradient of a table that is the
+    embedding's, too, whose bucket is there from the begin.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class Zero2Buffers:
         *,
         overlaps: bool,
         is_first: bool,
+        opens_table: bool = False,
     ) -> None:
-        self._overlaps = overlaps
+        self._overlaps, self._opens_table = overlaps, opens_table
         self._arrivals = [parameter.name for parameter in reversed(parameters) if parameter.learns]
         if not is_first and TABLE in self._arrivals:  # it is the head's alone
             self._arrivals.remove(TABLE)
@@ -87,7 +90,9 @@ class Zero2Buffers:
         filling: dict[tuple[str, ...], int] = {}
         before = layers = end = sum(self._pending)
         table = 0
-        head, first, at_first = before, 0, ""
+        if self._opens_table and TABLE in bucket_of:
+            filling[bucket_of[TABLE].names] = 4 * bucket_of[TABLE].size
+        head, first, at_first = before + sum(filling.values()), 0, ""
         for name in self._arrivals:
             if name not in bucket_of:
                 continue
@@ -128,14 +133,23 @@ class ChunkBuckets(NamedTuple):
     late: float
 
     @classmethod
-    def of(cls, config: Config, chunk: ChunkKinds, *, is_first: bool, is_last: bool, vocab_size: int) -> "ChunkBuckets":
-        """Buckets of a chunk that has the embedding, or the head; those of others differ in their names alone."""
+    def of(
+        cls, config: Config, chunk: ChunkKinds, *, is_first: bool, is_last: bool, vocab_size: int, adds_at_once: bool
+    ) -> "ChunkBuckets":
+        """Buckets of a chunk that has the embedding, or the head; those of others differ in their names alone.
+
+        `adds_at_once`: products add gradients to their sums.
+        """
         plan = StagePlan(config.parallel.schedule, 1, 1, 1, 0)
         load = StageLoad((chunk.layers,), is_first=is_first, is_last=is_last, plan=plan)
         traffic = StateTraffic(config, load, 0, vocab_size)
         buckets = list(traffic.buckets(padded=False))
         buffers = Zero2Buffers(
-            traffic.parameters, buckets, overlaps=config.parallel.overlap_grad_reduce, is_first=is_first
+            traffic.parameters,
+            buckets,
+            overlaps=config.parallel.overlap_grad_reduce,
+            is_first=is_first,
+            opens_table=adds_at_once and config.model.tied and is_first and is_last,
         )
         first = buffers.backward(0)
         own = ("embedding.", f"layers.{chunk.layers.start}.")
@@ -213,8 +227,15 @@ class StageTransients:
     def __post_init__(self) -> None:
         config, stage, sizes = self.sizes.config, self.stage, self.sizes
         model, width = config.model, sizes.element
-        # Products add gradients to a sum in fp32 at once, if it is there and they are in fp32.
-        self.gradient = 0 if sizes.freezes or (width == 4 and self.zero < 2) else width
+        # Products add gradients to a sum in fp32 at once: those of factors in fp32, and in 16 bits those of a GPU, of
+        # grouped ones few (ops/grouped_mm.py). Autograd hands on what a compiled layer computes, and ZeRO-3's layers.
+        has_sums, is_compiled = self.zero < 3, config.training.compile and sizes.tp == 1
+        self.gradient = 0 if sizes.freezes or (has_sums and sizes.adds_at_once) else width
+        """Bytes of an element of a dense weight's gradient before it is in its sum."""
+        self.of_layers = WeightGradientBytes(
+            dense=width if is_compiled and not sizes.freezes else self.gradient,
+            grouped=0 if sizes.freezes or (has_sums and (width == 4 or sizes.adds_by_expert)) else width,
+        )
         self.reduced = 2 if config.parallel.grad_reduce_in_bf16 else 4
         self.ties = model.tied and stage.is_first and stage.is_last
         learned = model.position_embedding_type == "learned_absolute" and stage.is_first
@@ -224,8 +245,12 @@ class StageTransients:
         """Elements of embedding and head."""
         self.learned_rest = 0 if sizes.freezes else self.rest
         output = (0 if sizes.defers else sizes.table * self.gradient) + sizes.hidden
-        self.output = output + (sizes.hidden + sizes.residual if sizes.cuts_sequence else 0.0)
-        """Gradients of the output layer's weight and input."""
+        output += sizes.hidden + sizes.residual if sizes.cuts_sequence else 0.0
+        self.output = max(output - sizes.uncapped, sizes.uncapped, sizes.exponentials)
+        """Gradients of the output layer's weight and input, or before them what the gradient of the logits needs.
+
+        Behind a soft cap the tanh and one gradient of logits are gone when the output layer begins, and one is new.
+        """
         self.bucket = 4.0 * config.parallel.ddp_bucket_size
         self.tied_gradient = self.gradient * sizes.table if self.ties else 0
         """The head's gradient of a tied table, which waits for the embedding's."""
@@ -233,9 +258,10 @@ class StageTransients:
         waits = not self.ties or (self.gradient and len(stage.chunks) == 1)
         self.late = self.chunks[0].late if self.chunks and stage.is_first and waits else 0.0
         """Bytes of the embedding's bucket, if it comes after all layers of the first chunk."""
-        matrix = max(map(sizes.largest_matrix, stage.counts), default=0)
-        matrix = max(matrix, sizes.table if stage.is_last else 0)
-        self.of_weight = self.gradient * matrix + (sizes.hidden if sizes.cuts_sequence else 0.0)
+        deferred = self.of_layers._replace(dense=self.gradient)
+        largest = max((sizes.largest_gradient(kind, deferred) for kind in stage.counts), default=0)
+        largest = max(largest, self.gradient * sizes.table if stage.is_last else 0)
+        self.of_weight = largest + (sizes.hidden if sizes.cuts_sequence else 0.0)
         """Weight gradient of an action of its own."""
 
     @cached_property
@@ -272,7 +298,8 @@ class StageTransients:
 
         `is_later` says that a chunk had a backward before; `ends` that this chunk ends the model.
         """
-        layer = self.sizes.of_layers(self.stage.chunks[chunk], 0 if self.zero == 3 else self.gradient)
+        of_layers = ADDED_AT_ONCE if self.zero == 3 else self.of_layers
+        layer = self.sizes.of_layers(self.stage.chunks[chunk], of_layers)
         before, output = 0.0, self.output if ends else 0.0
         if self.zero == 2:
             # A chunk's first backward begins with what others have left, if there were any: as much as its own would.
@@ -281,8 +308,9 @@ class StageTransients:
             # Unless the table's bucket is there already, it comes once the two gradients have become one.
             one, table = self.of_table(chunk)
             end = max(table + buffers.end - buffers.table, one + buffers.end)
-            # The head's gradient is there while its bucket is filled; logits of its micro-batch are not any more.
-            gone = 0 if self.sizes.defers else self.sizes.logits
+            # The head's gradient is there while its bucket is filled, and logits of its micro-batch are not any more;
+            # a product that adds to the bucket still reads those.
+            gone = 0 if self.sizes.defers or not self.gradient else self.sizes.logits
             begin = max(buffers.before if is_later else 0.0, buffers.head - gone if ends else 0.0)
             return output + begin, at_work, last, end
         if self.zero < 2:

@@ -20,6 +20,7 @@ from megatronish.estimate.costs.memory_table import format_bytes
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
 MOST_VALUES = 3  # of a fact, that a sentence tells
+UNREADABLE = "unreadable"  # how the text of a fact begins that is a problem even if it is equal on all ranks
 LEAST_DISK = 10**9  # bytes, where nothing is known of the checkpoints
 
 Facts = dict[str, str]
@@ -43,10 +44,14 @@ def nested_facts(values: Mapping[str, Any], name: str) -> Facts:
 
 
 def differing(of_ranks: Sequence[Facts]) -> dict[str, str]:
-    """A sentence for each fact that is not equal on all ranks, by its name."""
+    """A sentence for each fact that is not equal on all ranks, or that cannot be read, by its name."""
     names = dict.fromkeys(name for facts in of_ranks for name in facts)
     values = {name: [facts.get(name, "not set") for facts in of_ranks] for name in names}
-    return {name: _sentence(name, each) for name, each in values.items() if len(set(each)) > 1}
+    return {
+        name: _sentence(name, each)
+        for name, each in values.items()
+        if len(set(each)) > 1 or each[0].startswith(UNREADABLE)
+    }
 
 
 def _sentence(name: str, values: Sequence[str]) -> str:
@@ -54,7 +59,7 @@ def _sentence(name: str, values: Sequence[str]) -> str:
     parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items()]
     if len(parts) > MOST_VALUES:
         parts = [*parts[:MOST_VALUES], f"{len(parts) - MOST_VALUES} other values elsewhere"]
-    return f"{name} is {', '.join(parts[:-1])} and {parts[-1]}"
+    return f"{name} is {' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

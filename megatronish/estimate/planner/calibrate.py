@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 from megatronish.config.dump import write_toml
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import is_finite, read_text
+from megatronish.estimate.planner.device_speed import Efficiencies
 from megatronish.estimate.planner.devices import ABOVE_SHEET, LARGEST, WITHOUT_SHEET, Device, device_of, device_table
 
 STEPS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """Collectives that the model has links from, with how often each byte passes a link, and each rank's latency."""
+PAIR = "send_recv"
+"""A transfer from each rank to the next: in a node the model has those between stages from it."""
 
 
-MOST_RANKS, SLOWEST = 1e6, 1e3
+MOST_RANKS, SLOWEST, LEAST_LATENCY = 1e6, 1e3, 0.1e-6
 
 
 class Row(NamedTuple):
@@ -56,6 +59,7 @@ class MeasuredLink(NamedTuple):
     ranks: int
     nodes: int
     row: Row
+    is_pair: bool = False
 
     @property
     def per_card(self) -> float:
@@ -78,7 +82,8 @@ def calibrated(device: Device, paths: Sequence[Path]) -> Device:
         said.append(f"matrix products and host of {name}")
     for link in links:
         _refuse_other_links(device, link)
-    inside, across = [link for link in links if link.nodes == 1], [link for link in links if link.nodes > 1]
+    pairs, across = [link for link in links if link.is_pair], [link for link in links if link.nodes > 1]
+    inside = [link for link in links if link.nodes == 1 and not link.is_pair]
     if inside:
         device = replace(
             device,
@@ -90,6 +95,13 @@ def calibrated(device: Device, paths: Sequence[Path]) -> Device:
         per_card = median(link.per_card for link in across)
         device = replace(device, network_all_reduce_gb_s=per_card / 1e9)
         said.append(f"{len(across)} collectives over nodes")
+    if pairs:
+        device = replace(
+            device,
+            send_gb_s=median(link.bandwidth for link in pairs) / 1e9,
+            send_us=1e6 * median(link.latency for link in pairs),
+        )
+        said.append("transfers between two devices")
     return replace(device, calibrated=", ".join(said))
 
 
@@ -107,6 +119,15 @@ def _probed(device: Device, row: Row) -> tuple[Device, str]:
         if rate > device.bf16_tflops and device.name != WITHOUT_SHEET:
             raise row.error(f"tflops={probe['tflops']!r} is above the peak of {device.name}, {device.bf16_tflops:g}")
         device = replace(device, achievable_tflops=rate, sustained=1.0)
+    if "attention_tflops" in probe:
+        rate = row.number(probe, "attention_tflops", most=LARGEST)
+        scale = device.bf16_tflops / device.fp32_tflops if probe.get("precision") == "fp32" else 1.0
+        device = replace(device, attention_tflops=rate * scale)
+    if "memory_gb_s" in probe:
+        copied = row.number(probe, "memory_gb_s", most=LARGEST)
+        if copied > device.hbm_gb_s and device.name != WITHOUT_SHEET:
+            raise row.error(f"memory_gb_s={copied:g} is above hbm_gb_s of {device.name}, {device.hbm_gb_s:g}")
+        device = replace(device, hbm_gb_s=copied / Efficiencies().hbm)  # of the sheet's the model takes that part
     if "host_seconds_a_layer" in probe:
         device = replace(device, host_us=1e6 * row.number(probe, "host_seconds_a_layer", most=SLOWEST))
     if "tflops" not in probe and "host_seconds_a_layer" not in probe:
@@ -178,14 +199,14 @@ def _links(rows: Iterable[Row]) -> Iterator[MeasuredLink]:
         name = fit.get("collective")
         if not isinstance(name, str):
             raise row.error(f"collective={name!r} is no name")
-        if name not in STEPS:
+        if name not in STEPS and name != PAIR:
             continue
         ranks, nodes = (int(row.number(fit, key, most=MOST_RANKS, whole=True)) for key in ("ranks", "nodes"))
-        if ranks > 1:
+        if ranks > 1 and (nodes == 1 or name != PAIR):
             fit_by_group[name, ranks, nodes, str(fit.get("axis"))] = row, fit
     for (name, ranks, nodes, _), (row, fit) in fit_by_group.items():
-        times = STEPS[name]
-        bus = row.number(fit, "bandwidth_bytes_per_s", most=1e9 * LARGEST) * times * (ranks - 1) / ranks
+        is_pair, rate = name == PAIR, row.number(fit, "bandwidth_bytes_per_s", most=1e9 * LARGEST)
         alpha = row.number(fit, "alpha_s", most=SLOWEST, least=0.0)
+        passes, steps = (1.0, 1.0) if is_pair else (STEPS[name] * (ranks - 1) / ranks, STEPS[name] * log2(ranks))
         measured = Row(fit, row.where)
-        yield MeasuredLink(bus, max(0.1e-6, alpha / (times * log2(ranks))), ranks, nodes, measured)
+        yield MeasuredLink(rate * passes, max(LEAST_LATENCY, alpha / steps), ranks, nodes, measured, is_pair)

@@ -48,7 +48,7 @@ def short_list(search: Search, *, number: int) -> ShortList:
         planned += _first_that_holds(search, iter(of_mesh))
     if not planned:
         raise UserError(does_not_fit(search, tried))
-    planned.sort(key=lambda each: each.step.high)
+    planned.sort(key=lambda each: search.interval(each.step, each.candidate)[1])
     planned = planned[:number]
     usual = conventional(search, tried.found)
     if usual is not None and usual.candidate.mesh not in {each.candidate.mesh for each in planned}:

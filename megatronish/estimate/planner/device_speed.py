@@ -1,8 +1,8 @@
 """Speed of a device as the time model has it: constants, products, transfers, and what is known of their error.
 
-Constants are few, each with physical bounds and a prior, relative to what a device can achieve. The eight of `FITTED`
-are fitted to the published steps of published.toml (tests/estimate/test_calibration.py), with a penalty towards the
-prior, because the data do not identify them one by one; the others are fixed.
+Constants are few, each with physical bounds and a prior, most relative to what a device can achieve. Those of `FITTED`
+are fitted to published steps (benchmarks/calibration.py), with a penalty towards the prior, because the data do not
+identify them one by one; the others are fixed.
 
 A matrix product takes the time of its tiles, in waves over the SMs, or of its bytes; transfers are alpha-beta, in a
 node or over several.
@@ -34,8 +34,10 @@ FITTED = {
     "node": Bounds(0.7, 1.0, 1.1),
     "network": Bounds(0.5, 0.75, 0.95),
     "step_seconds": Bounds(0.002, 0.01, 0.03),
-    "jitter": Bounds(0.0, 0.02, 0.05),
-    "hop": Bounds(1.0, 3.0, 6.0),
+    "jitter": Bounds(0.0, 0.002, 0.006),
+    "hop": Bounds(1.0, 1.5, 3.0),
+    "host_us": Bounds(700.0, 1050.0, 1400.0),
+    "queue": Bounds(2.0, 4.0, 10.0),
 }
 """Bounds and priors of the fitted constants."""
 
@@ -46,19 +48,31 @@ class KnownError(NamedTuple):
     part: float
     reason: str
 
+    def interval(self, low: float, high: float, longer: float) -> tuple[float, float]:
+        """Both ends with that error, and with what is not known of the schedule."""
+        return low * (1 - self.part), high * (1 + self.part + longer)
+
 
 FITTED_ON = ("a100-sxm", "a100-sxm-40")
 MEAN = KnownError(
     0.12,
-    "the model's mean error on 401 published steps that it was not fitted to (median 9 %; one in ten is off by over "
-    "26 %)",
+    "five of six of 276 published steps that were kept from the fit are as near (mean error 7 %)",
 )
 TENTH = 0.26
 MEASURED = KnownError(
     0.21,
-    "what steps of a calibrated CPU took more than was forecast: the probe measures products, host and links, not the "
-    "device's memory, attention and the loss",
+    "what steps of a calibrated CPU took more than was forecast while products, host and links alone were measured",
 )
+
+
+CONFIRMED = ("1f1b", "interleaved", "zb-h1")
+UNCONFIRMED = 0.10
+"""Part that a step may take longer under a schedule of which no published step was compared."""
+
+
+def unconfirmed(schedule: str, stages: int) -> float:
+    """The part that the schedule of so many stages adds to the worse end, by which layouts are ranked."""
+    return UNCONFIRMED if stages > 1 and schedule not in CONFIRMED else 0.0
 
 
 def known_error(device: Device, model: ModelConfig) -> KnownError:
@@ -71,8 +85,8 @@ def known_error(device: Device, model: ModelConfig) -> KnownError:
         return MEAN
     return KnownError(
         TENTH,
-        f"no step of {' or '.join(of_kind)} is among those that the model was fitted to, and so far off is one in ten "
-        "of 401 published steps that it was not fitted to",
+        f"no step of {' or '.join(of_kind)} is among those that the model was fitted to, and so far off was one in ten "
+        "of 401 published steps before it was fitted to any of their kind",
     )
 
 
@@ -80,22 +94,29 @@ def known_error(device: Device, model: ModelConfig) -> KnownError:
 class Efficiencies:
     """Constants of the time model; fractions of `Device` figures unless stated otherwise."""
 
-    gemm: float = 0.94
+    gemm: float = 0.935
     """Of the achievable FLOP/s: a large matrix product in a training step."""
-    bmm: float = 0.565
+    bmm: float = 0.571
     """The same of the products of explicit attention scores."""
-    hbm: float = 0.835
-    node: float = 1.0
+    hbm: float = 0.826
+    node: float = 1.01
     """Of the measured bus bandwidth inside a node."""
-    network: float = 0.74
-    step_seconds: float = 0.009
+    network: float = 0.746
+    step_seconds: float = 0.0083
     """Fixed time of a step."""
-    jitter: float = 0.0188
-    """Part of a step that ranks wait for the slowest."""
-    hop: float = 3.06
+    jitter: float = 0.0021
+    """Part of a step that ranks wait for the slowest, for each doubling of their number."""
+    host_us: float = 1050.0
+    """Time of the host to launch a pass of a dense layer without collectives: vtrain.csv has 1.0 to 1.1 ms."""
+    queue: float = 3.8
+    """Power of the mean of a pass's seconds on host and device: neither keeps the other one busy all the time."""
+    hop: float = 1.5
     """Times that a transfer between stages takes longer than its bytes at full speed: two sides have to meet."""
-    flash: float = 0.6
-    """Of the achievable FLOP/s: flash attention forward."""
+    flash: float = 0.63
+    """Of the achievable FLOP/s: flash attention forward, heads of 128, long sequences, by a kernel of the device's own
+    generation. Alone cuDNN's reaches .73 on H100 (Shah et al. 2024, arXiv:2407.08608); in a step .6 at 8,192."""
+    half_length: int = 400
+    """Tokens at which it has half of that rate: there cuDNN has 225, 288, 363, 388 TFLOP/s at 512, 1k, 4k and 16k."""
     flash_backward: float = 2.5 * 1.15
     """FLOPs of its backward, over those of its forward, with its lower rate."""
     prologue: int = 128
@@ -134,6 +155,11 @@ def reservations(config: Config) -> list[str]:
             f"{PRECISIONS[config.optimizer.muon_fp32_matmul_prec]} for each matrix that a rank owns, and the exchange "
             "of all matrices are counted; no measured step has confirmed them"
         )
+    if config.measures_logits:
+        sentences.append(
+            "largest logits: a product of queries and keys more in each forward is counted, whose scores are written "
+            "and read once; no measured step has confirmed it"
+        )
     if config.parallel.optimizer_cpu_offload or config.parallel.param_cpu_offload:
         disk = "" if config.parallel.offload_folder is None else "; what the disk reads and writes is counted"
         sentences.append(
@@ -152,6 +178,8 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (6
 """Rows and columns of the tiles of libraries, and the part of the rate that each reaches."""
 WITHOUT_TENSOR_CORES = 3.0  # sizes that are no multiple of 16 bytes
 ALIGNED = 8  # elements of 16 bits
+NARROW = 0.75
+"""Rate of flash attention with heads of 64 over that of 128: cuDNN .69, FlashAttention 2 .88 (Shah et al. 2024)."""
 
 
 class Machine(NamedTuple):
@@ -162,17 +190,30 @@ class Machine(NamedTuple):
     sms: int
     prologue: int
     element_bytes: int
+    attention: float
+    """FLOP/s of flash attention, with heads of 128 and long sequences."""
 
     @classmethod
     def of(cls, device: Device, efficiencies: Efficiencies, precision: str) -> "Machine":
         """The rates for a precision of training."""
+        part = device.fp32_tflops / device.bf16_tflops if precision == "fp32" else 1.0
+        attention = efficiencies.flash * device.flops(precision)
+        if device.attention_tflops is not None:
+            attention = 1e12 * part * device.attention_tflops
         return cls(
             device.flops(precision) * efficiencies.gemm,
             1e9 * device.hbm_gb_s * efficiencies.hbm,
             device.sms,
             efficiencies.prologue,
             4 if precision == "fp32" else 2,
+            attention,
         )
+
+    def flash_seconds(self, flops: float, seq_length: int, size: int, half_length: int) -> float:
+        """Seconds of flash attention forward: short sequences and narrow heads, or misaligned ones, are slower."""
+        fits = 0.5 + 0.5 * size / (64 * ceil(size / 64)) if size % ALIGNED == 0 else 1 / WITHOUT_TENSOR_CORES
+        fits *= seq_length / (seq_length + half_length) * (NARROW if size <= 64 else 1.0)
+        return flops / (self.attention * fits)
 
 
 @lru_cache(maxsize=200_000)
@@ -199,24 +240,31 @@ def gradient_seconds(machine: Machine, rows: int, inner: int, columns: int, grou
 
 
 class Links(NamedTuple):
-    """Bytes a second inside a node and over the network card of one device, latency, and devices of a node."""
+    """Bytes a second inside a node and over the network card of one device, latency, and devices of a node.
+
+    `pair` and `pair_latency` are of a transfer between two devices of a node.
+    """
 
     node: float
     network: float
     latency: float
     gpus_per_node: int
     hop: float
+    pair: float
+    pair_latency: float
 
     @classmethod
     def of(cls, device: Device, efficiencies: Efficiencies) -> "Links":
         """The links of a device's nodes."""
-        measured = device.network_all_reduce_gb_s
+        measured, node = device.network_all_reduce_gb_s, device.ring_bytes_per_second * efficiencies.node
         return cls(
-            device.ring_bytes_per_second * efficiencies.node,
+            node,
             1e9 * (measured if measured is not None else device.network_gb_s * efficiencies.network),
             1e-6 * device.latency_us,
             device.gpus_per_node,
             efficiencies.hop,
+            node / efficiencies.hop if device.send_gb_s is None else 1e9 * device.send_gb_s,
+            1e-6 * (device.latency_us if device.send_us is None else device.send_us),
         )
 
     def bandwidth(self, size: int, stride: int) -> float:
@@ -244,6 +292,8 @@ class Links(NamedTuple):
         inside, outside = nbytes * (in_node - 1) / size, nbytes * (size - in_node) / size
         return max(inside / self.node, outside / self.network) + 2 * self.latency
 
-    def send(self, stride: int, nbytes: float) -> float:
-        """Seconds of a transfer to the rank that is `stride` away, for which both sides have to meet."""
-        return self.hop * nbytes / (self.node if stride < self.gpus_per_node else self.network) + self.latency
+    def send(self, stride: int, stages: int, nbytes: float) -> float:
+        """Mean seconds of a transfer to the next of so many stages, `stride` ranks away; both sides have to meet."""
+        leaves = min(1.0, stride / self.gpus_per_node) if stride * stages > self.gpus_per_node else 0.0
+        seconds = nbytes * (self.hop * leaves / self.network + (1 - leaves) / self.pair)
+        return seconds + (self.latency if leaves == 1 else self.pair_latency)

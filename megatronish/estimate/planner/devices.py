@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from megatronish.core.errors import UserError
 from megatronish.core.foreign import is_finite, parse_toml, read_text
@@ -23,8 +23,11 @@ ABOVE_SHEET = 1.3
 """Bus bandwidth over that of the data sheet that can be: switches that add up send less than a ring (H200: 1.05)."""
 MEASURED = {
     "achievable_tflops": "bf16_tflops",
+    "attention_tflops": "bf16_tflops",
     "all_reduce_gb_s": "node_gb_s",
     "network_all_reduce_gb_s": "network_gb_s",
+    "send_gb_s": "node_gb_s",
+    "send_us": "node_gb_s",
 }
 """What was measured of a device, and the figure of its sheet that it belongs to."""
 WITHOUT_SHEET = "cpu"
@@ -51,6 +54,8 @@ class Device:
     gpus_per_node: int = 8
     achievable_tflops: float | None = None
     """What the best matrix product reaches for a long time, as measured; None: .8 of the peak."""
+    attention_tflops: float | None = None
+    """What flash attention reaches forward, with heads of 128 and long sequences, as measured; None: the model's."""
     sustained: float = 0.88
     """Part of the achievable rate that the power limit leaves in a training step; 1 where a probe measured it there."""
     all_reduce_gb_s: float | None = None
@@ -58,8 +63,12 @@ class Device:
     """As measured over nodes, for each network card; None: the part of `network_gb_s` that the model has."""
     latency_us: float = 20.0
     """Of one step of a collective."""
-    host_us: float = 300.0
-    """Time that Python needs to launch the forward of one dense layer."""
+    send_gb_s: float | None = None
+    """To one other device of its node, as measured while that one sends, too; None: the model's part of `node_gb_s`."""
+    send_us: float | None = None
+    """Latency of such a transfer, as measured; None: that of a collective's step."""
+    host_us: float | None = None
+    """Time that the host needs to launch a pass of one dense layer, as measured; None: that of the model."""
     nvme_gb_s: float = 6.0
     """Of the local disk of a node, reading or writing, which the ranks there share: of a usual NVMe disk."""
     has_bf16: bool = True
@@ -191,7 +200,8 @@ def complaint_about(values: Mapping[str, Any]) -> str | None:
             f"achievable_tflops={rate:g} of {name} is above bf16_tflops={peak:g}, its peak; correct one of them, or "
             "name the device that was measured"
         )
-    for measured, sheet in (("all_reduce_gb_s", "node_gb_s"), ("network_all_reduce_gb_s", "network_gb_s")):
+    links = ("all_reduce_gb_s", "node_gb_s"), ("network_all_reduce_gb_s", "network_gb_s"), ("send_gb_s", "node_gb_s")
+    for measured, sheet in links:
         bus, link = values.get(measured), values.get(sheet)
         if bus is not None and link is not None and bus > ABOVE_SHEET * link and name != WITHOUT_SHEET:
             return (
@@ -221,40 +231,75 @@ def network_gb_s(given: str) -> float:
     return value
 
 
-BY_WORDS = (
-    ("laptop", ""),
-    ("h200 nvl", ""),
-    ("h200", "h200"),
-    ("gh200", ""),
+class Peak(NamedTuple):
+    """Dense TFLOP/s of a device without a row, by its maker's data sheet. `bf16` None: the device has no bf16 units."""
+
+    bf16: float | None
+    fp16: float
+    fp32: float
+
+
+H100_NVL, H100, A100 = Peak(835, 835, 60), Peak(989, 989, 67), Peak(312, 312, 19.5)
+BY_WORDS: tuple[tuple[str, str | Peak | None], ...] = (
+    ("laptop", None),  # anything between a third and all of the desktop card
     ("gb200", "gb200-nvl72"),
     ("b200", "b200"),
+    ("h200 nvl", H100_NVL),
+    ("h200", "h200"),
+    ("gh200", H100),
     ("h100 pcie", "h100-pcie"),
-    ("h100 nvl", ""),
+    ("h100 nvl", H100_NVL),
     ("h100", "h100-sxm"),
-    ("a100 pcie", ""),
+    ("h800 pcie", Peak(756, 756, 51)),
+    ("h800", H100),
+    ("h20 3e", Peak(148, 148, 44)),
+    ("h20", "h20"),
+    ("a100 pcie", A100),
     ("a100 40gb", "a100-sxm-40"),
     ("a100", "a100-sxm"),
-    ("mi300x", "mi300x"),
-    ("l40s", "l40s"),
-    ("h20 3e", ""),
-    ("h20", "h20"),
-    ("v100 sxm2 32gb", "v100-sxm"),
-    ("v100 sxm3 32gb", "v100-sxm"),
-    ("t4", "t4"),
+    ("a800", A100),
+    ("a40", Peak(149.7, 149.7, 37.4)),
+    ("a30", Peak(165, 165, 10.3)),
+    ("a10g", Peak(70, 70, 35)),
     ("a10", "a10"),
     ("a6000", "a6000"),
-    ("3090 ti", ""),
-    ("rtx 3090", "rtx-3090"),
-    ("rtx 4090 d", ""),
-    ("rtx 4090", "rtx-4090"),
+    ("6000 ada", Peak(364.2, 364.2, 91.1)),
+    ("l40s", "l40s"),
+    ("l40", Peak(181, 181, 90.5)),
+    ("l4", Peak(121, 121, 30.3)),
+    ("5090", Peak(209.5, 209.5, 104.8)),
+    ("4090 d", Peak(165.2, 165.2, 82.6)),
+    ("4090", "rtx-4090"),
+    ("3090 ti", Peak(80, 80, 40)),
+    ("3090", "rtx-3090"),
+    ("v100 pcie", Peak(None, 112, 14)),
+    ("v100 sxm2 32gb", "v100-sxm"),
+    ("v100 sxm3 32gb", "v100-sxm"),
+    ("v100", Peak(None, 125, 15.7)),
+    ("t4", "t4"),
+    ("mi325x", Peak(1307, 1307, 163.4)),
+    ("mi300x", "mi300x"),
+    ("mi250x", Peak(191.5, 191.5, 23.9)),  # of one of its two dies, which is one device to torch
 )
-"""Words of a device's name by torch -> its row of the table; the first fitting row counts, "" is no row."""
+"""Words of a device's name by torch -> its row of the table, or its peak alone. The first row whose words are all in
+the name counts, so variants come first. Data sheets that print sparse numbers are halved; fp32 is without TF32."""
 
 
 def device_of(name: str) -> Device | None:
     """Row of the table for a device that torch names so; None where there is none."""
+    device = _named(name)
+    return device if isinstance(device, Device) else None
+
+
+def peak_tflops(name: str, dtype: Literal["bf16", "fp16", "fp32"]) -> float | None:
+    """Peak of a device by the name that torch gives it; None where it is not known."""
+    device = _named(name)
+    if isinstance(device, Device):
+        device = Peak(device.bf16_tflops if device.has_bf16 else None, device.bf16_tflops, device.fp32_tflops)
+    return device and getattr(device, dtype)
+
+
+def _named(name: str) -> Device | Peak | None:
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    for fitting, row in BY_WORDS:
-        if words.issuperset(fitting.split()):
-            return device_table()[row] if row else None
-    return None
+    known = next((known for fitting, known in BY_WORDS if words.issuperset(fitting.split())), None)
+    return device_table()[known] if isinstance(known, str) else known

@@ -7,7 +7,7 @@ from megatronish.estimate.costs.candidate import Candidate, candidate_of, compla
 from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.costs.memory_table import Memory
 from megatronish.estimate.planner.layer_time import Passes
-from megatronish.estimate.planner.pipeline_time import PipelineSeconds, Waits, waits
+from megatronish.estimate.planner.pipeline_time import PipelineSeconds, makespan
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
 from megatronish.estimate.planner.workload import StageLayers, counted
@@ -101,19 +101,20 @@ def _simulated(clock: StepClock, candidate: Candidate, config: Config, closed: P
             return passes.weight.total
         return passes.backward.total + (0.0 if splits else passes.weight.total)
 
-    def of(number: int) -> Waits:
-        """Of so many micro-batches."""
+    def of(number: int) -> tuple[float, float]:
+        """Seconds of so many micro-batches without transfers, and what these add where they are started early."""
         plan = stages.schedule.plan(num_stages=stages.num_stages, num_microbatches=number, num_chunks=stages.num_chunks)
-        compute = closed.compute / m * number
-        return waits(plan, stages.placement, duration, hop=clock.hop(candidate), compute=compute)
+        alone, together = (makespan(plan, stages.placement, duration, hop) for hop in (0.0, clock.hop(candidate)))
+        return alone, max(0.0, together - alone)
 
     m = candidate.num_microbatches(work.global_batch)
     few = _few(m, stages.num_stages, stages.num_chunks * (3 if splits else 2))
-    bubble, transfers = of(few)
+    alone, transfers = of(few)
     if few < m:  # in the steady state each further round of micro-batches costs transfers, too
-        before = of(few - stages.num_stages).transfers
+        before = of(few - stages.num_stages)[1]
         transfers += (m - few) / stages.num_stages * max(0.0, transfers - before)
-    return PipelineSeconds(closed.compute, bubble, transfers)
+    whole = max(closed.transfers, transfers)  # of the closed form, where each stage waits for each of them
+    return PipelineSeconds(closed.compute, max(0.0, alone - closed.compute / m * few), whole, whole - transfers)
 
 
 def _few(m: int, stages: int, actions: int) -> int:

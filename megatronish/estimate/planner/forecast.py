@@ -7,7 +7,7 @@ from megatronish.config.config import Config
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.candidate import candidate_of
 from megatronish.estimate.costs.traffic import by_axis, expected_traffic, why_no_traffic
-from megatronish.estimate.planner.device_speed import Efficiencies, known_error, reservations
+from megatronish.estimate.planner.device_speed import Efficiencies, known_error, reservations, unconfirmed
 from megatronish.estimate.planner.devices import device_of, find_device
 from megatronish.estimate.planner.exact import exact_step, fullest_stage
 from megatronish.estimate.planner.step_time import StepClock
@@ -47,10 +47,11 @@ def forecast(
     clock = StepClock(work, device, Efficiencies())
     step = exact_step(clock, candidate, StageLayers.of(work, config.parallel), config)
     error = known_error(device, config.model)
+    low, high = error.interval(step.low, step.high, unconfirmed(candidate.schedule, candidate.mesh.pp))
     return figures | {
         "step_seconds": {
-            "low": step.low * (1 - error.part),
-            "high": step.high * (1 + error.part),
+            "low": low,
+            "high": high,
             "error": f"{error.part:.0%} either way: {error.reason}",
             "device": device.name,
             "calibrated": device.calibrated or "no: figures of data sheets",

@@ -20,9 +20,18 @@ from megatronish.specs.costs import AttentionCore, LayerCost, LinearShape
 from megatronish.specs.ends import ends_of
 
 BACKWARD_POINTWISE = 1.6  # bytes of the backward over those of the forward
-SCORE_BYTES = {"dropout": (13, 17), "plain": (8, 10)}  # a score, forward and backward, where scores are in memory
-EXPERTS_ON_HOST = 2.5  # launches of a layer with experts over those of a dense one
-ADAPTERS_ON_HOST = 2.0  # the same of a layer with adapters: a guess, as each section has two small products more
+SCORE_BYTES = {"fused_softmax": (8, 10), "blocks": (8, 10), "unfused": (40, 44)}
+"""Bytes of a score, forward and backward, where scores are in memory: unfused, each operation reads and writes fp32."""
+DROPPED = (5, 7)  # what dropout adds to these
+LAUNCHES = {"dense": 25, "experts": 60, "adapters": 50, "softmax": 4}
+"""Launches of a layer's pass: of dense layers and experts as the dry run counts them (docs/BENCHMARKS.md: half of 50,
+times 94/39), of adapters by the time that a layer with LoRA takes on a CPU. An unfused softmax has four more than one
+kernel: to fp32, times the scale, masked, softmax, and back."""
+HOST = {"eager": 1.0, "compiled": 0.5, "graph": 0.02}
+"""Time of the host over that of an eager pass: of a compiled layer as on a CPU; next to none of a replayed graph."""
+LOSS_BYTES = {True: (2, 4), False: (10, 8)}
+"""Bytes a logit, forward and backward: one kernel reads it, another one reads it and writes its gradient; without them
+there is a copy in fp32 that is read and written."""
 ADDED = 3  # tensors that are read and written to add one to another
 JOINED = 2  # the same to put the sections of an output together
 DECODED_BYTES = {"nf4": 0.5 + 2, "int8": 1 + 2}  # of a weight: read in few bits, and written in 16
@@ -99,6 +108,19 @@ class Brief(NamedTuple):
         return cls(passes.forward.total, passes.backward.total, passes.weight.total, passes.hideable, passes.experts)
 
 
+def on_rank(linear: LinearShape, columns: int, mesh: MeshSizes, tokens: int) -> tuple[int, int, int, int]:
+    """Rows, inner size and columns of the products of a linear layer on a rank, or of a section, and their number.
+
+    Rows of experts are those of all tokens that meet on a rank, shared out evenly over its experts.
+    """
+    cut, groups, rows = mesh.tp, 1, tokens
+    if linear.copies > 1:
+        cut, groups = mesh.etp, max(1, linear.copies // mesh.ep)
+        rows = max(1, ceil(tokens * linear.used * mesh.etp / (mesh.tp * groups)))
+    inner = max(1, linear.in_features // cut) if linear.cut == "row" else linear.in_features
+    return rows, inner, max(1, columns // cut) if linear.cut == "column" else columns, groups
+
+
 class AdapterSeconds:
     """Seconds of the adapters of each kind of layer, whose own weights are frozen: low-rank products, scales, decoding.
 
@@ -128,13 +150,7 @@ class AdapterSeconds:
         self, linear: LinearShape, columns: int, mesh: MeshSizes, tokens: int, *, shares_sequence: bool
     ) -> tuple[float, float, float, float]:
         """The same of one section, of so many columns."""
-        cut, groups, rows = 1 if linear.cut == "none" else mesh.tp, 1, tokens
-        if linear.copies > 1:
-            cut, groups = mesh.etp, max(1, linear.copies // mesh.ep)
-            rows = max(1, ceil(tokens * linear.used * mesh.etp / (mesh.tp * groups)))
-        is_row = linear.cut == "row"
-        inner = max(1, linear.in_features // (cut if is_row else 1))
-        columns = max(1, columns // (1 if is_row else cut))
+        is_row, (rows, inner, columns, groups) = linear.cut == "row", on_rank(linear, columns, mesh, tokens)
         moved = self.work.element_bytes * rows * groups / self.machine.hbm
         if self.work.adapter.adapter_type == "ia3":
             scaled = moved * (inner if linear.sections[0][0] == "down" else columns)
@@ -184,7 +200,7 @@ class LayerClock:
         sends_latents = self._sends_latents(candidate)
         products, of_experts = [0.0, 0.0, 0.0], 0.0
         for linear in row.linears:
-            seconds = self._linear(linear, mesh, tokens)
+            seconds = self._linear(linear, candidate)
             if sends_latents and linear.name == "attention.kv_up":  # of every block, in the backward twice
                 opened, of_latents, of_weight = seconds
                 seconds = mesh.cp * opened, mesh.cp * (opened + of_latents), mesh.cp * of_weight
@@ -197,27 +213,31 @@ class LayerClock:
         pointwise = self._pointwise(row, candidate, tokens)
         exchanged = self._expert_transfers(row, mesh, tokens)
         has_experts = any(linear.copies > 1 for linear in row.linears)
-        sublayers = sum(linear.cut == "row" and linear.copies == 1 for linear in row.linears)
-        tensor = self._tensor(candidate, tokens, sublayers, is_backward=False)
+        tensor = self._tensor(row, candidate, is_backward=False)
         shared = sum(self._shared_heads(core, mesh, tokens) for core in row.cores)
         forward = Parts(products[0], attended[0], pointwise, tensor + shared, sum(part[0] for part in ring), exchanged)
         backward = Parts(
             products[1],
             attended[1],
             BACKWARD_POINTWISE * pointwise,
-            self._tensor(candidate, tokens, sublayers, is_backward=True) + shared,
+            self._tensor(row, candidate, is_backward=True) + shared,
             sum(part[1] for part in ring),
             exchanged,
         )
+        for measured in row.cores if self.work.measures_logits else ():
+            forward = forward.plus(self._largest_logits(measured, candidate))
         weight = Parts(products[2])
-        host = self.host_seconds * (EXPERTS_ON_HOST if has_experts else 1.0)
+        launches = LAUNCHES["experts" if has_experts else "dense"]
         if self.work.adapter.is_used:
             more = self.adapters.of_layer(kind, mesh, tokens, shares_sequence=candidate.sequence_parallel)
             forward = forward.plus(Parts(products=more[0], pointwise=more[1]))
             backward = backward.plus(Parts(products=more[2], pointwise=more[3]))
-            weight, host = Parts(), host * ADAPTERS_ON_HOST
-        forward = forward._replace(host=max(0.0, host - forward.total))
-        backward = backward._replace(host=max(0.0, host - backward.total - weight.total))
+            weight, launches = Parts(), launches + LAUNCHES["adapters"] - LAUNCHES["dense"]
+        if self.work.attention == "unfused":
+            launches += LAUNCHES["softmax"] * len(row.cores)
+        host = self.host_seconds * HOST[self.work.launches] * (launches + self._collectives(row, mesh))
+        forward = forward._replace(host=self._waits(host / LAUNCHES["dense"], forward.total))
+        backward = backward._replace(host=self._waits(host / LAUNCHES["dense"], backward.total + weight.total))
         if candidate.recompute == "full":
             backward = backward.plus(forward)
         elif candidate.recompute == "selective":
@@ -226,17 +246,29 @@ class LayerClock:
         hideable = min(tensor, weight.total) + sum(part[2] for part in ring)
         return Passes(forward, backward, weight, hideable, of_experts + 2 * exchanged if has_experts else 0.0)
 
+    @staticmethod
+    def _collectives(row: LayerCost, mesh: MeshSizes) -> int:
+        """Collectives over tp of a layer's pass."""
+        return sum(linear.cut == "row" and linear.copies == 1 for linear in row.linears) if mesh.tp > 1 else 0
+
+    def _waits(self, host: float, device: float) -> float:
+        """Seconds that a pass takes longer than the device needs, as the host has to launch it."""
+        if device == 0.0:
+            return host
+        return device * ((1 + (host / device) ** self.efficiencies.queue) ** (1 / self.efficiencies.queue) - 1)
+
     def _sends_latents(self, candidate: Candidate) -> bool:
         """Whether latents go round the ring, as `Config.sends_latents` says it of a run."""
         mesh, work = candidate.mesh, self.work
         goes_round = mesh.cp > 1 and work.ring and work.model.has_small_latents(mesh.tp)
-        return goes_round and not work.adapter.is_used and not SCHEDULES[candidate.schedule].has_weight_gradients
+        has_others = work.adapter.is_used or work.measures_logits
+        return goes_round and not has_others and not SCHEDULES[candidate.schedule].has_weight_gradients
 
     def _again(self, kind: LayerKind, candidate: Candidate, forward: Parts, core: Parts) -> Parts:
         """What selective recomputation adds to a backward: the parts of a layer that --recompute-modules names."""
         parts, linears = self.work.recomputed, kind.cost.linears
         again = [linear for linear in linears if kind.spec.computes_again(linear.name, parts)]
-        seconds = sum(self._linear(linear, candidate.mesh, self.tokens(candidate))[0] for linear in again)
+        seconds = sum(self._linear(linear, candidate)[0] for linear in again)
         rows = sum(linear.cut == "row" and linear.copies == 1 for linear in linears)
         sums = sum(linear.cut == "row" and linear.copies == 1 for linear in again)
         sends = any(linear.copies > 1 for linear in again)
@@ -260,15 +292,16 @@ class LayerClock:
         logits = tokens * columns / self.machine.hbm
         gather = self.links.gather(mesh.tp, 1, self.work.element_bytes * tokens * hidden) if mesh.tp > 1 else 0.0
         in_parts, is_frozen = candidate.sequence_parallel, self.work.adapter.is_used
+        of_loss = LOSS_BYTES[self.work.fused_loss]
         passes = Passes(
             Parts(
                 products=product_seconds(self.machine, tokens, hidden, columns),
-                pointwise=10 * logits,
+                pointwise=of_loss[0] * logits,
                 tensor=gather if in_parts else 0.0,
             ),
             Parts(
                 products=product_seconds(self.machine, tokens, columns, hidden),
-                pointwise=8 * logits,
+                pointwise=of_loss[1] * logits,
                 tensor=(1 if is_frozen and in_parts else 2) * gather,
             ),
             Parts(products=0.0 if is_frozen else gradient_seconds(self.machine, tokens, hidden, columns)),
@@ -302,21 +335,14 @@ class LayerClock:
         learns = 0.0 if self.work.adapter.is_used else 2.0
         return Passes(Parts(pointwise=moved, tensor=reduced), Parts(), Parts(pointwise=learns * moved))
 
-    def _linear(self, linear: LinearShape, mesh: MeshSizes, tokens: int) -> tuple[float, float, float]:
+    def _linear(self, linear: LinearShape, candidate: Candidate) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient of one linear layer."""
-        inner, columns, rows, groups = linear.in_features, linear.out_features, tokens, 1
-        cut = mesh.tp
+        mesh, tokens = candidate.mesh, self.tokens(candidate)
+        rows, inner, columns, groups = on_rank(linear, linear.out_features, mesh, tokens)
         if linear.copies > 1:
-            cut, groups = mesh.etp, max(1, linear.copies // mesh.ep)
-            # Rows of all tokens that meet on a rank, shared out evenly over its experts.
-            rows = max(1, ceil(tokens * linear.used * mesh.etp / (mesh.tp * groups)))
             rows = -(-rows // 8) * 8  # grouped products round up
-        elif linear.cut == "none":
+        elif linear.cut == "none" and (candidate.sequence_parallel or linear.splits_tokens):
             rows = max(1, tokens // mesh.tp)
-        if linear.cut == "column":
-            columns = max(1, columns // cut)
-        elif linear.cut == "row":
-            inner = max(1, inner // cut)
         machine = self.machine
         return (
             product_seconds(machine, rows, inner, columns, groups),
@@ -328,20 +354,32 @@ class LayerClock:
         """Forward and backward of attention's core on one rank."""
         work, eff, s = self.work, self.efficiencies, self.work.seq_length
         rate = self.machine.flops / eff.gemm
-        heads, size = core.num_heads / mesh.tp, core.query_size
+        heads = core.num_heads / mesh.tp
         pairs = samples * heads * s * s / mesh.cp
         if work.attention == "flash":
             pairs = samples * heads * s / mesh.cp * core.keys(s, "causal")
-            fits = 0.5 + 0.5 * size / (64 * ceil(size / 64)) if size % 8 == 0 else 1 / 3
-            forward = 2 * pairs * (core.query_size + core.value_size) / (rate * eff.flash * fits)
+            flops = 2 * pairs * (core.query_size + core.value_size)
+            forward = self.machine.flash_seconds(flops, s, core.query_size, eff.half_length)
             return forward, eff.flash_backward * forward
         flops = 2 * pairs * (core.query_size + core.value_size)
-        dropped = SCORE_BYTES["dropout" if work.model.attention_dropout > 0 else "plain"]
+        dropped = DROPPED if work.model.attention_dropout > 0 else (0, 0)
         forward, backward = (
-            factor * flops / (rate * eff.bmm) + nbytes * pairs / self.machine.hbm
-            for factor, nbytes in zip((1, 2), dropped, strict=True)
+            factor * flops / (rate * eff.bmm) + (nbytes + more) * pairs / self.machine.hbm
+            for factor, nbytes, more in zip((1, 2), SCORE_BYTES[work.attention], dropped, strict=True)
         )
         return forward, backward + (forward if work.attention == "blocks" else 0.0)
+
+    def _largest_logits(self, core: AttentionCore, candidate: Candidate) -> Parts:
+        """Pass over queries and keys of the whole sequence that finds their largest logits, as --qk-clip asks for.
+
+        A product block by block, of what a mask shows, whose scores are written and read once.
+        """
+        mesh, tokens, width = candidate.mesh, self.tokens(candidate), self.work.element_bytes
+        pairs = tokens * core.num_heads / mesh.tp * core.keys(self.work.seq_length, "causal")
+        rate = self.machine.flops / self.efficiencies.gemm * self.efficiencies.bmm
+        seconds = 2 * pairs * core.query_size / rate + 2 * width * pairs / self.machine.hbm
+        keys = width * mesh.cp * tokens * core.keys_values_size(mesh.tp) / (2 * mesh.tp)
+        return Parts(attention=seconds, context=self.links.gather(mesh.cp, mesh.tp, keys))
 
     def _pointwise(self, row: LayerCost, candidate: Candidate, tokens: int) -> float:
         """Norms, dropout, residuals, activations, and copies around attention and experts: bytes over bandwidth."""
@@ -363,14 +401,34 @@ class LayerClock:
         nbytes = tokens * (whole / shared + split / tp) * work.element_bytes / 2
         return nbytes * (self.efficiencies.fused if work.fused else 1.0) / self.machine.hbm
 
-    def _tensor(self, candidate: Candidate, tokens: int, sublayers: int, *, is_backward: bool) -> float:
-        """Collectives over tp: one all-reduce a sublayer, or a reduce-scatter and an all-gather."""
-        tp = candidate.mesh.tp
-        if tp == 1 or sublayers == 0:
+    def _tensor(self, row: LayerCost, candidate: Candidate, *, is_backward: bool) -> float:
+        """Collectives over tp: of the inputs of column-parallel products, and of the outputs of row-parallel ones.
+
+        Without sequence parallelism an all-reduce of the outputs, and backward one of the gradients of the inputs; with
+        it a gather and a reduce-scatter, and backward the inputs are gathered once more. What comes after a way down to
+        a latent has what came down as its input.
+        """
+        tp, came_down = candidate.mesh.tp, 0
+        if tp == 1:
             return 0.0
-        nbytes = self.work.element_bytes * tokens * self.work.model.hidden_size
-        gathers = 2 + (candidate.sequence_parallel and is_backward)  # the backward gathers the inputs once more
-        return sublayers * gathers * self.links.gather(tp, 1, nbytes)
+        inputs, kept, outputs = list[float](), list[float](), list[float]()
+        for linear in row.linears:
+            if linear.copies > 1:
+                continue
+            if linear.cut == "row":
+                outputs.append(float(linear.out_features * linear.share))
+            elif linear.cut == "none":
+                came_down = linear.out_features if linear.sections else 0
+            else:
+                inputs.append(float((came_down or linear.in_features) * linear.share))
+                kept.append(float(linear.in_features * linear.share))
+                came_down = 0
+        if candidate.sequence_parallel:
+            widths = [*inputs, *outputs, *(kept if is_backward else ())]
+        else:
+            widths = 2 * (inputs if is_backward else outputs)
+        of_token = self.work.element_bytes * self.tokens(candidate)
+        return sum(self.links.gather(tp, 1, of_token * width) for width in widths)
 
     def _shared_heads(self, core: AttentionCore, mesh: MeshSizes, tokens: int) -> float:
         """Exchange of the parts of a key/value head between the ranks of tp that share it."""

@@ -1,6 +1,7 @@
 """Time of a step of a pipeline in closed form, for the search; the simulator has the exact one for a few layouts.
 
-A schedule without a closed form, of a plug-in, is simulated on a few stages.
+The bubble of a schedule without a closed form, of a plug-in, is simulated on a few stages. Stages wait for every
+transfer, as Megatron-LM's do; what starting them early hides is the simulator's to say.
 """
 
 from collections.abc import Callable
@@ -23,23 +24,20 @@ class StageTimes(NamedTuple):
 
 
 class PipelineSeconds(NamedTuple):
-    """Seconds that the slowest stage computes, that it waits in fill and drain, and that it waits for transfers."""
+    """Seconds that the slowest stage computes, that it waits in fill and drain, and that it waits for transfers.
+
+    `hidden` is what of the transfers computation hides where they are started early.
+    """
 
     compute: float
     bubble: float
     transfers: float
+    hidden: float = 0.0
 
     @property
     def total(self) -> float:
-        """Seconds of all three together."""
+        """Seconds of the first three together."""
         return self.compute + self.bubble + self.transfers
-
-
-class Waits(NamedTuple):
-    """Seconds of the bubble, and those that transfers add."""
-
-    bubble: float
-    transfers: float
 
 
 class PipelineSizes(NamedTuple):
@@ -57,17 +55,16 @@ class PipelineSizes(NamedTuple):
         return self.times.together - self.times.slowest
 
     @property
-    def fill_hops(self) -> float:
-        """Transfers of fill and drain."""
-        return 2 * (self.stages - 1) * self.hop
+    def transfers(self) -> float:
+        """Seconds of the transfers that a stage waits for: of each micro-batch and chunk, forward and backward."""
+        return 2 * self.hop * self.chunks * self.microbatches * (self.stages - 1) / self.stages
 
     @property
-    def steady_hops(self) -> float:
-        """Transfers that each micro-batch waits for where a backward follows a forward."""
-        return 2 * self.hop * self.microbatches * (self.stages - 1) / self.stages
+    def looped_transfers(self) -> float:
+        """The same of interleaved stages, where all send at once, both ways, the last one to the first, too."""
+        return self.hop * (self.chunks * self.microbatches + 2 * (self.stages - 1))
 
 
-EXPOSED_INTERLEAVED = 0.25  # of the transfers of chunks
 MOST_SIMULATED = 8
 """Stages that are simulated at most: bubble and transfers of more stages grow with their number."""
 ROUNDS = 3  # of as many micro-batches as there are stages
@@ -75,39 +72,30 @@ PARTS = 20
 """Durations are simulated as so many parts of a micro-batch's, so that layouts which are nearly alike share them."""
 
 
-def _one_f_one_b(sizes: PipelineSizes) -> Waits:
-    return Waits(sizes.spread, sizes.steady_hops)
-
-
-def _gpipe(sizes: PipelineSizes) -> Waits:
-    return Waits(sizes.spread, sizes.fill_hops)
-
-
-def _interleaved(sizes: PipelineSizes) -> Waits:
+def _interleaved(sizes: PipelineSizes) -> float:
     v, p = sizes.chunks, sizes.stages
     missing = -sizes.microbatches % p  # the last group of micro-batches is not full: its chunks wait for each other
-    bubble = sizes.spread / v + missing * (v - 1) / v * sizes.times.together / p
-    return Waits(bubble, v * EXPOSED_INTERLEAVED * sizes.steady_hops + sizes.fill_hops)
+    return sizes.spread / v + missing * (v - 1) / v * sizes.times.together / p
 
 
-def _zb_h1(sizes: PipelineSizes) -> Waits:
+def _zb_h1(sizes: PipelineSizes) -> float:
     times = sizes.times
-    return Waits((sizes.stages - 1) * max(0.0, times.forward + times.backward - times.weight), sizes.fill_hops)
+    return (sizes.stages - 1) * max(0.0, times.forward + times.backward - times.weight)
 
 
-def _zb_v(sizes: PipelineSizes) -> Waits:
+def _zb_v(sizes: PipelineSizes) -> float:
     # Half a stage's forward or backward a stage, by the simulator.
-    return Waits((sizes.stages - 1) * max(sizes.times.forward, sizes.times.backward) / 2, sizes.fill_hops)
+    return (sizes.stages - 1) * max(sizes.times.forward, sizes.times.backward) / 2
 
 
-CLOSED_FORMS: dict[str, Callable[[PipelineSizes], Waits]] = {
-    "1f1b": _one_f_one_b,
-    "gpipe": _gpipe,
+CLOSED_FORMS: dict[str, Callable[[PipelineSizes], float]] = {
+    "1f1b": lambda sizes: sizes.spread,
+    "gpipe": lambda sizes: sizes.spread,
     "interleaved": _interleaved,
     "zb-h1": _zb_h1,
     "zb-v": _zb_v,
 }
-"""Waits of a pipeline by its schedule; of other schedules they are simulated."""
+"""Bubbles of a pipeline by its schedule; those of other schedules are simulated."""
 
 
 def pipeline_seconds(
@@ -118,25 +106,23 @@ def pipeline_seconds(
     if stages == 1:
         return PipelineSeconds(compute, 0.0, 0.0)
     sizes = PipelineSizes(times, stages, chunks, microbatches, hop)
-    bubble, transfers = CLOSED_FORMS[schedule](sizes) if schedule in CLOSED_FORMS else simulated(schedule, sizes)
-    return PipelineSeconds(compute, bubble, transfers)
+    bubble = CLOSED_FORMS[schedule](sizes) if schedule in CLOSED_FORMS else simulated(schedule, sizes)
+    return PipelineSeconds(compute, bubble, sizes.looped_transfers if schedule == "interleaved" else sizes.transfers)
 
 
-def simulated(schedule: str, sizes: PipelineSizes) -> Waits:
-    """Waits by the simulator, on stages that take the mean time."""
+def simulated(schedule: str, sizes: PipelineSizes) -> float:
+    """Seconds of the bubble by the simulator, on stages that take the mean time."""
     times, few = sizes.times, min(sizes.stages, MOST_SIMULATED)
     whole = times.forward + times.backward + times.weight
-    parts = tuple(round(PARTS * each / whole) for each in (times.forward, times.backward, times.weight, sizes.hop))
-    m = min(sizes.microbatches, ROUNDS * few)
-    bubble, transfers = _simulated(schedule, few, sizes.chunks, m, parts)
-    more = (sizes.stages - 1) / (few - 1) * whole / PARTS
-    return Waits(more * bubble, more * transfers * sizes.microbatches / m)
+    parts = tuple(round(PARTS * each / whole) for each in (times.forward, times.backward, times.weight))
+    bubble = _simulated(schedule, few, sizes.chunks, min(sizes.microbatches, ROUNDS * few), parts)
+    return (sizes.stages - 1) / (few - 1) * whole / PARTS * bubble
 
 
 @lru_cache(maxsize=10_000)
-def _simulated(schedule: str, stages: int, chunks: int, m: int, parts: tuple[int, ...]) -> Waits:
-    """Bubble, and what transfers add to it, in parts of a micro-batch's duration."""
-    plug_in, (forward, backward, weight, hop) = SCHEDULES[schedule], parts
+def _simulated(schedule: str, stages: int, chunks: int, m: int, parts: tuple[int, ...]) -> float:
+    """Bubble in parts of a micro-batch's duration."""
+    plug_in, (forward, backward, weight) = SCHEDULES[schedule], parts
     backward += 0 if plug_in.has_weight_gradients else weight
     of_kind = {"F": forward / chunks, "B": backward / chunks, "W": weight / chunks}
 
@@ -145,13 +131,9 @@ def _simulated(schedule: str, stages: int, chunks: int, m: int, parts: tuple[int
 
     plan = plug_in.plan(num_stages=stages, num_microbatches=m, num_chunks=chunks)
     placement = plug_in.place(num_stages=stages, num_chunks=chunks)
-    return waits(plan, placement, duration, hop=float(hop), compute=float(m * sum(parts[:3])))
+    return max(0.0, makespan(plan, placement, duration) - float(m * sum(parts)))
 
 
-def waits(plan: Plan, placement: Placement, duration: Durations, *, hop: float, compute: float) -> Waits:
-    """Waits of a plan by the simulator: what it takes more than to `compute`, and what transfers of `hop` add."""
-    alone, together = (
-        simulate(plan, costs=Costs(transfer=each), placement=placement, durations=duration).makespan
-        for each in (0.0, hop)
-    )
-    return Waits(max(0.0, alone - compute), max(0.0, together - alone))
+def makespan(plan: Plan, placement: Placement, duration: Durations, hop: float = 0.0) -> float:
+    """Seconds of a plan by the simulator, where a transfer takes `hop`."""
+    return simulate(plan, costs=Costs(transfer=hop), placement=placement, durations=duration).makespan

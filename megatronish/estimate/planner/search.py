@@ -15,7 +15,7 @@ from megatronish.config.config import Config
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of
 from megatronish.estimate.costs.layer_kind_memory import StageKinds
 from megatronish.estimate.costs.memory import MemoryModel
-from megatronish.estimate.planner.device_speed import Efficiencies, KnownError, known_error
+from megatronish.estimate.planner.device_speed import Efficiencies, KnownError, known_error, unconfirmed
 from megatronish.estimate.planner.devices import Device
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
 from megatronish.estimate.planner.workload import StageLayers, Workload
@@ -69,9 +69,9 @@ class Search:
         """What is known of the error of its times."""
         return known_error(self.device, self.config.model)
 
-    def interval(self, step: StepSeconds) -> tuple[float, float]:
-        """Both ends of a step's seconds, with that error."""
-        return step.low * (1 - self.error.part), step.high * (1 + self.error.part)
+    def interval(self, step: StepSeconds, candidate: Candidate) -> tuple[float, float]:
+        """Both ends of a step's seconds, with that error and what is not known of the schedule."""
+        return self.error.interval(step.low, step.high, unconfirmed(candidate.schedule, candidate.mesh.pp))
 
     @property
     def limit(self) -> int:
@@ -96,8 +96,9 @@ class Search:
                 if sizes[least] > self.limit:
                     continue
                 ends = self.clock.worse_ends(candidate, stages, zeros)
+                longer = 1 + unconfirmed(candidate.schedule, mesh.pp)
                 fitting_layouts += [
-                    Found(seconds, nbytes, candidate._replace(zero=zero))
+                    Found(longer * seconds, nbytes, candidate._replace(zero=zero))
                     for zero, nbytes, seconds in zip(zeros, sizes, ends, strict=True)
                     if nbytes <= self.limit
                 ]

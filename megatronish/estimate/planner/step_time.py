@@ -6,7 +6,7 @@ plan is ranked by the worse end; what is expected is the middle.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import log2, prod
 from typing import NamedTuple
 
 from megatronish.core.remembered import remembered
@@ -71,7 +71,9 @@ class StepClock:
     def __post_init__(self) -> None:
         self.machine = Machine.of(self.device, self.efficiencies, self.work.precision)
         self.links = Links.of(self.device, self.efficiencies)
-        self.layers = LayerClock(self.work, self.machine, self.links, self.efficiencies, 1e-6 * self.device.host_us)
+        host_us = self.device.host_us or self.efficiencies.host_us
+        self.layers = LayerClock(self.work, self.machine, self.links, self.efficiencies, 1e-6 * host_us)
+        self._keeps_schedule = self.work.model.multi_latent_attention  # by which its latents go round a ring, or not
 
     def step(self, candidate: Candidate, stages: StageLayers) -> StepSeconds:
         """Seconds of a step in this layout, with these layers on the stages."""
@@ -93,17 +95,17 @@ class StepClock:
         exchange = once + m * each
         others = self._others(candidate, times, slowest, m)
         spent = pipeline.total + exchange + optimizer + others + eff.step_seconds
-        hidden = 0.0
+        hidden, waiting = 0.0, eff.jitter * log2(candidate.mesh.world_size)
         if self.overlaps:
             hides = not (candidate.mesh.pp > 1 and SCHEDULES[candidate.schedule].has_weight_gradients)
-            hidden = eff.hidden * min(exchange, self._behind(candidate, slowest, m))
+            hidden = pipeline.hidden + eff.hidden * min(exchange, self._behind(candidate, slowest, m))
             hidden += eff.hidden * m * slowest.hideable if hides else 0.0
         return StepSeconds(
             pipeline,
             exchange,
             optimizer,
-            eff.step_seconds + eff.jitter * spent,
-            hidden * (1 + eff.jitter),
+            eff.step_seconds + waiting * spent,
+            hidden * (1 + waiting),
             others,
             (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0,
         )
@@ -117,16 +119,17 @@ class StepClock:
         return backward * (m if candidate.zero == 2 else 1)
 
     def hop(self, candidate: Candidate) -> float:
-        """Seconds of a transfer between stages."""
+        """Seconds of a transfer between stages, with the gather of the slices that ranks of tp send."""
         mesh = candidate.mesh
         if mesh.pp == 1:
             return 0.0
         nbytes = self.work.element_bytes * self.layers.tokens(candidate) * self.work.model.hidden_size
-        return self.links.send(mesh.tp * mesh.cp * mesh.dp, nbytes / (mesh.tp if mesh.tp > 1 else 1))
+        joined = 0.0 if candidate.sequence_parallel else self.links.gather(mesh.tp, 1, nbytes)
+        return self.links.send(mesh.tp * mesh.cp * mesh.dp, mesh.pp, nbytes / mesh.tp) + joined
 
     def of_kinds(self, candidate: Candidate) -> tuple[tuple[Passes, ...], Passes, Passes]:
         """Times of each kind of layer, of the embedding and of the head; the same in many layouts."""
-        return self._of_kinds(_without_stages(candidate))
+        return self._of_kinds(_alone(candidate, self._keeps_schedule))
 
     @remembered
     def _of_kinds(self, alone: Candidate) -> tuple[tuple[Passes, ...], Passes, Passes]:
@@ -135,7 +138,7 @@ class StepClock:
 
     def stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
         """Times of a micro-batch on the stages, and those of the slowest one."""
-        return self._stage_times(_without_stages(candidate), stages)
+        return self._stage_times(_alone(candidate, self._keeps_schedule), stages)
 
     @remembered
     def _briefs(self, alone: Candidate) -> tuple[tuple[Brief, ...], Brief, Brief]:
@@ -171,17 +174,10 @@ class StepClock:
 
     def worse_ends(self, candidate: Candidate, stages: StageLayers, zeros: Iterable[int]) -> list[float]:
         """Worse ends of the step in this layout under several stages of ZeRO, which differ in little."""
-        eff, m = self.efficiencies, candidate.num_microbatches(self.work.global_batch)
         times, slowest = self.stage_times(candidate, stages)
-        pipeline = self._pipeline(candidate, times, m)
-        uneven = (eff.uneven - 1) * m * slowest.experts if candidate.mesh.ep > 1 else 0.0
-        others = self._others(candidate, times, slowest, m)
-        ends = []
-        for zero in zeros:
-            once, each, optimizer = self._around_passes(candidate.mesh, stages, zero)
-            spent = pipeline.total + once + m * each + optimizer + others + eff.step_seconds
-            ends.append(spent * (1 + eff.jitter) + uneven)
-        return ends
+        pipeline = self._pipeline(candidate, times, candidate.num_microbatches(self.work.global_batch))
+        layouts = (candidate._replace(zero=zero) for zero in zeros)
+        return [self.around(layout, stages, pipeline, times, slowest).high for layout in layouts]
 
     def _others(self, candidate: Candidate, times: StageTimes, slowest: Brief, m: int) -> float:
         """Seconds of forward passes alone over all micro-batches, which fill the pipeline once each."""
@@ -208,7 +204,7 @@ class StepClock:
         work, links = self.work, self.links
         once = each = 0.0
         all_of, learned = (
-            stages.largest_parameters(mesh.tp, mesh.ep * mesh.etp, learned=learns) for learns in (False, True)
+            stages.largest_parameters(mesh.tp, mesh.ep, mesh.etp, learned=learns) for learns in (False, True)
         )
         wanted = work.gradient_bytes if zero < 3 else 4
         sent = bytes_of_block(work.codes) / CODE_BLOCK if work.codes is not None and zero else wanted
@@ -302,13 +298,13 @@ def iteration_seconds(machine: Machine, rows: int, columns: int) -> float:
     )
 
 
-def _without_stages(candidate: Candidate) -> Candidate:
+def _alone(candidate: Candidate, keeps_schedule: bool) -> Candidate:
     """What of a layout decides the times of a layer."""
     mesh = candidate.mesh
     return Candidate(
         MeshSizes(mesh.tp, 1, 1, mesh.cp, mesh.ep, mesh.etp),
         candidate.micro_batch,
-        "",
+        candidate.schedule if keeps_schedule else "",
         1,
         0,
         candidate.recompute,

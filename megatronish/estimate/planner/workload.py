@@ -25,8 +25,10 @@ from megatronish.parallel.stages import Stages
 from megatronish.specs.attention import AttentionSpec
 from megatronish.specs.costs import Count, sum_counts
 
-Attention = Literal["flash", "unfused", "blocks"]
-"""flash: scores are never in memory; unfused: they are; blocks: with dropout, block by block, computed twice."""
+Launches = Literal["eager", "compiled", "graph"]
+Attention = Literal["flash", "fused_softmax", "unfused", "blocks"]
+"""flash: scores are never in memory; fused_softmax: they are, and one kernel is their softmax; unfused: a chain of
+operations in fp32 is; blocks: with dropout, block by block, computed twice."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Workload:
     attention: Attention = "flash"
     fused: bool = False
     """Whether pointwise operations are fused, by kernels or by a compiler."""
+    fused_loss: bool = True
+    """Whether the loss is a kernel forward and one backward, and not a chain of torch's operations in fp32."""
+    launches: Launches = "eager"
+    """How the host launches the kernels of a layer."""
     gradient_bytes: int = 4
     """Bytes of a gradient as data-parallel ranks exchange it."""
     codes: str | None = None
@@ -59,6 +65,8 @@ class Workload:
     """The optimizer, of which Muon has matrix products of its own."""
     disk: DiskTraffic = field(default_factory=DiskTraffic)
     """Bytes of a parameter that a local disk reads and writes, where something is offloaded to it."""
+    measures_logits: bool = False
+    """Whether each forward finds the largest logits of attention (QK-clip)."""
     extra_forwards: int = 0
     """Forward passes over the micro-batches of a step besides its own: of a reference, and for KTO of the model."""
 
@@ -66,9 +74,11 @@ class Workload:
     def of(cls, config: Config, vocab_size: int) -> "Workload":
         """The workload that a config describes."""
         training, model, parallel = config.training, config.model, config.parallel
-        attention: Attention = "unfused"
-        if not AttentionSpec.of(model).is_explicit(training.attention_backend):
-            attention = "blocks" if model.attention_dropout > 0 else "flash"
+        attention: Attention = "blocks" if model.attention_dropout > 0 else "flash"
+        spec, backend = AttentionSpec.of(model), training.attention_backend
+        if spec.is_explicit(backend):
+            is_fused = spec.is_softmax_fused(backend, has_alibi=model.position_embedding_type == "alibi")
+            attention = "fused_softmax" if is_fused else "unfused"
         return cls(
             model=model,
             vocab_size=vocab_size,
@@ -77,6 +87,7 @@ class Workload:
             precision=training.precision,
             attention=attention,
             fused=training.compile,
+            launches="graph" if training.cuda_graph else "compiled" if training.compile else "eager",
             gradient_bytes=2 if parallel.grad_reduce_in_bf16 else 4,
             codes=parallel.zero_quantized_gradients,
             weight_block=parallel.zero_quantized_weights_block if parallel.zero_quantized_weights else None,
@@ -85,6 +96,7 @@ class Workload:
             adapter=config.adapter,
             optimizer=config.optimizer,
             disk=disk_traffic(config),
+            measures_logits=config.measures_logits,
             extra_forwards=(config.reference in ("model", "adapters-off"))
             + (OBJECTIVE_NAMES[training.objective].learns_from == "labelled"),
         )
@@ -181,10 +193,10 @@ class StageLayers:
         return dict(zip(self.work.kinds, self.counts[stage], strict=True))
 
     @remembered
-    def largest_parameters(self, tp: int, experts: int, *, learned: bool = False) -> tuple[float, float]:
+    def largest_parameters(self, tp: int, ep: int, etp: int, *, learned: bool = False) -> tuple[float, float]:
         """(dense parameters, experts) on a rank of the stage that has most of them, all or those that learn.
 
-        Ranks of `tp` cut what is dense, and so many ranks the `experts`.
+        Ranks of `tp` cut what is dense, and those of `ep` and `etp` the experts.
         """
         # Stages in the middle are alike: the ends and the fullest one are enough.
         fullest = max(range(len(self.counts)), key=lambda stage: sum(self.counts[stage]))
@@ -192,7 +204,7 @@ class StageLayers:
         counts = [of(stage, tp) for stage in sorted({self.first, self.last, fullest})]
         return (
             float(max(count.without_experts.per_rank(tp) for count in counts)),
-            float(max(count.experts // experts for count in counts)),
+            float(max(count.of_experts(ep * etp, etp) for count in counts)),
         )
 
     @cached_property

@@ -7,7 +7,8 @@ taken over, and they come back with the config.json that they came with.
 from collections.abc import Iterator
 from typing import Any
 
-from megatronish.config.sections.model import ModelConfig, canonical
+from megatronish.config.layer_pattern import canonical
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.family import CORRECT, ConfigJson, ExpertNames, first_true
 from megatronish.formats.tensor_rule import TensorRule, concatenated_tensors, same_tensors, stack
 

@@ -8,7 +8,8 @@ here, which is the same: RoPE leaves the length of a head as it is.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatronish.config.sections.model import ModelConfig, canonical
+from megatronish.config.layer_pattern import canonical
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.decoder import read_decoder, write_decoder
 from megatronish.formats.hf.experts import gated_mlp_tensors, read_experts
 from megatronish.formats.hf.family import CORRECT, ConfigJson, ExpertNames, FamilyTensors, ModelFamily

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megatronish.config.sections.model import ModelConfig, canonical
+from megatronish.config.layer_pattern import canonical
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.decoder import DecoderNames, decoder
 from megatronish.formats.hf.family import CORRECT, ConfigJson, ModelFamily
 from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS, read_llama, write_llama

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from megatronish.config.sections.model import ModelConfig, canonical
+from megatronish.config.layer_pattern import canonical
+from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.family import CORRECT, ConfigJson
 
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronish.config.config import Config
+from megatronish.config.layer_pattern import parse_frequency
 from megatronish.config.rules.experts import RULES
-from megatronish.config.sections.model import LOAD_BALANCING, ModelConfig, parse_frequency
+from megatronish.config.sections.experts import LOAD_BALANCING
+from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.megatron.values import LARGEST, is_on, pattern_of, quote, value_of
 
@@ -53,8 +55,9 @@ def expert_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: value_of(args, name) for name in SAME_OF_EXPERTS if args.get(name) is not None}
     if fields["num_experts"] > LARGEST_NUMBER:
         raise UserError(f"its argument num_experts is {fields['num_experts']}, and may be {LARGEST_NUMBER} at most")
-    if is_on(args, "add_bias_linear", default=not is_on(args, "disable_bias_linear")):
-        raise UserError("its experts have biases (add_bias_linear), which our model does not have")
+    fields["moe_add_bias_linear"] = is_on(args, "add_bias_linear", default=not is_on(args, "disable_bias_linear"))
+    if fields["moe_add_bias_linear"] and fields.get("moe_shared_expert_intermediate_size"):
+        raise UserError("its shared experts have biases (add_bias_linear), which neither our model nor Megatron-LM has")
     fields["moe_layer_freq"] = pattern_of(args, "moe_layer_freq") or "1"
     return fields | _balancing(args)
 
@@ -111,14 +114,20 @@ def without_counterpart(model: ModelConfig) -> str | None:
     after_choice = model.moe_router_score_function == "softmax" and (
         not model.moe_router_pre_softmax or model.moe_router_norm_topk_prob
     )
-    if model.linear_bias:
+    if model.linear_bias and not model.moe_add_bias_linear:
         return "experts without biases in a model with biases"
     if model.moe_router_score_function == "sparsemixer":
         return "moe_router_score_function=sparsemixer"
     if model.moe_apply_probs_on_input:
         return "moe_apply_probs_on_input"
-    if model.moe_add_bias_linear:
-        return "moe_add_bias_linear (there all layers have biases, or none)"
+    if model.moe_add_bias_linear and not model.linear_bias:
+        return "moe_add_bias_linear with disable_bias_linear (there all layers have biases, or none)"
+    if model.moe_add_bias_linear and model.moe_shared_expert_intermediate_size is not None:
+        return "moe_add_bias_linear with shared experts"
+    if model.moe_add_bias_linear and model.activation == "gelu_tanh":
+        return (
+            "moe_add_bias_linear with openai_gelu (it has the tanh form in a fused operator, which experts cannot use)"
+        )
     if model.moe_expert_capacity_factor is not None:
         return "moe_expert_capacity_factor (a limit for each sequence; it has one for each micro-batch)"
     if after_choice and model.moe_router_topk == 1:
@@ -163,4 +172,6 @@ def expert_flags(args: Mapping[str, Any]) -> list[str]:
             flags.append(flag)
         elif value not in (None, False):
             flags.append(f"{flag} '{value}'" if isinstance(value, list) else f"{flag} {value}")
+    if args["add_bias_linear"]:  # what it asks for where experts have biases
+        flags.append("--expert-tensor-parallel-size 1 --no-bias-dropout-fusion")
     return flags

@@ -1,15 +1,17 @@
 """Tensors of expert layers in Megatron-LM: their names and cuts, and the rules to our stacked weights.
 
-    mlp.router.weight, mlp.router.expert_bias
+    mlp.router.weight, mlp.router.bias, mlp.router.expert_bias
     mlp.experts.linear_fc1.weight{i}, mlp.experts.linear_fc2.weight{i}            grouped (Transformer Engine)
     mlp.experts.local_experts.{i}.linear_fc1.weight, ....linear_fc2.weight        one expert after the other
     mlp.shared_experts.linear_fc1.weight, ....linear_fc2.weight, ....gate_weight
 
 In a rank's file {i} counts the experts of that rank; here, where no rank is meant, those of the layer. fc1 of a gated
-expert has the gate's rows before the up-projection's. Ours are stacks, [E, 2, F, D] and [E, D, F]. The norm before an
-expert layer is no part of a linear layer: pre_mlp_layernorm in every implementation.
+expert has the gate's rows before the up-projection's. Ours are stacks, [E, 2, F, D] and [E, D, F]. With biases, which
+no rank cuts there, `weight` is also `bias`. The norm before an expert layer is no part of a linear layer:
+pre_mlp_layernorm in every implementation.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -25,13 +27,18 @@ from megatronish.parallel.sharding import Cut, Sharding
 NAMES = {
     "mlp.router.weight": "mlp.router.weight",
     "mlp.router.bias": "mlp.router.expert_bias",
+    "mlp.router.logit_bias": "mlp.router.bias",
     "mlp.shared.fc1.weight": "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared.fc2.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
 }
-STACKS = {"mlp.experts.gate_up.weight": "linear_fc1", "mlp.experts.down.weight": "linear_fc2"}
-EXPERT = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.linear_fc[12]\.weight)(\d{1,9})")
-SEQUENTIAL = {r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$": r"mlp.experts.\2.weight\1"}
+STACKS = {
+    f"mlp.experts.{ours}.{kind}": f"{theirs}.{kind}"
+    for ours, theirs in (("gate_up", "linear_fc1"), ("down", "linear_fc2"))
+    for kind in ("weight", "bias")
+}
+EXPERT = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,9})")
+SEQUENTIAL = {r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$": r"mlp.experts.\2\1"}
 PACKED = re.compile(r".*\.mlp\.experts\.weight[12]")
 NORM = "pre_mlp_layernorm."
 
@@ -42,13 +49,14 @@ def expert_rules(ours: str, layer: int, shape: tuple[int, ...]) -> Iterator[Tens
     if ours in NAMES:
         yield TensorRule(name, (prefix + NAMES[ours],))
     elif ours in STACKS:
+        parts = _vector if ours.endswith(".bias") else _matrix
         for expert in range(shape[0]):  # one at a time: a stack need never be whole in memory
-            theirs = f"{prefix}mlp.experts.{STACKS[ours]}.weight{expert}"
-            yield TensorRule(name, (theirs,), partial(_row, shape=shape[1:]), _matrix, expert)
+            theirs = f"{prefix}mlp.experts.{STACKS[ours]}{expert}"
+            yield TensorRule(name, (theirs,), partial(_row, shape=shape[1:]), parts, expert)
 
 
 def _row(parts: Sequence[Tensor], *, shape: tuple[int, ...]) -> Tensor:
-    """[out, in] of an expert -> [..., out, in], its row of our stack."""
+    """[out, in] or a bias [out] of an expert -> [..., out, in] or [..., out], its row of our stack."""
     return parts[0].view(shape)
 
 
@@ -57,8 +65,20 @@ def _matrix(row: Tensor) -> Sequence[Tensor]:
     return (row.flatten(0, -2),)
 
 
-def expert_sharding(sharding: Sharding) -> Sharding:
-    """Sharding of one expert's matrix, from that of our stack: cut over etp by the features of the expert."""
+def _vector(row: Tensor) -> Sequence[Tensor]:
+    """Inverse of `_row` for biases: [..., out] -> [out]."""
+    return (row.flatten(),)
+
+
+def expert_sharding(name: str, sharding: Sharding) -> Sharding:
+    """Sharding of their tensor of an expert layer, from that of ours: of a stack, that of one expert's tensor.
+
+    Matrices are cut over etp by the features of the expert; biases are whole, since with them etp is 1 there.
+    """
+    if not EXPERT.fullmatch(name):
+        return sharding
+    if ".bias" in name:
+        return Sharding((math.prod(sharding.shape[1:]),), role="vector")
     _, *sections, out_size, in_size = sharding.shape
     if not sections:  # down-projection [D, F]
         return Sharding((out_size, in_size), (Cut(1, "etp"),))
@@ -70,9 +90,8 @@ def name_in_file(rest: str, *, is_grouped: bool) -> str:
     rest = rest.replace("mlp.linear_fc1.layer_norm_", NORM)
     if is_grouped:
         return rest
-    return re.sub(
-        r"mlp\.experts\.(linear_fc[12])\.weight(\d+)", r"mlp.experts.local_experts.\2.\1.weight", rest, count=1
-    )
+    numbered = r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)"
+    return re.sub(numbered, r"mlp.experts.local_experts.\2.\1", rest, count=1)
 
 
 def by_expert(

@@ -31,7 +31,7 @@ from megatronish.formats.megatron import latent
 from megatronish.formats.megatron.experts import SEQUENTIAL, expert_rules, expert_sharding
 from megatronish.formats.megatron.our_arguments import check_counterpart
 from megatronish.formats.tensor_rule import TensorRule
-from megatronish.formats.weights import Description
+from megatronish.formats.weights import Description, is_bias
 from megatronish.parallel.sharding import Cut, Piece, Sharding
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -172,12 +172,17 @@ def megatron_name(name: str) -> str:
     return AROUND_LAYERS[module].format(kind)
 
 
-def rules(description: Description) -> list[TensorRule]:
-    """Rules for all tensors of a model; UserError for one that Megatron-LM cannot have."""
+def rules(description: Description, *, of_moments: bool = False) -> list[TensorRule]:
+    """Rules for all tensors of a model; UserError for one that Megatron-LM cannot have.
+
+    `of_moments`: for Adam's, which only parameters have, and which a number added to a weight does not change.
+    """
     check_counterpart(description.model)
     tensor_rules: list[TensorRule] = []
     for name, sharding in description.shardings().items():
-        tensor_rules += _of_experts(name, sharding) or [_rule(name, description.model)]
+        if of_moments and is_bias(name):
+            continue
+        tensor_rules += _of_experts(name, sharding) or [_rule(name, description.model, is_shifted=not of_moments)]
     return tensor_rules
 
 
@@ -187,12 +192,12 @@ def _of_experts(name: str, sharding: Sharding) -> list[TensorRule]:
     return [] if match is None else list(expert_rules(match[2], int(match[1]), sharding.shape))
 
 
-def _rule(name: str, model: ModelConfig) -> TensorRule:
+def _rule(name: str, model: ModelConfig, *, is_shifted: bool) -> TensorRule:
     theirs = (megatron_name(name),)
     if ".attention.qkv." in name:
         return TensorRule(name, theirs, partial(sections_of, model=model), partial(groups_of, model=model))
     one_plus = model.apply_layernorm_1p != model.qk_layernorm_1p and not model.multi_latent_attention
-    if one_plus and name.endswith(("q_norm.weight", "k_norm.weight")):
+    if is_shifted and one_plus and name.endswith(("q_norm.weight", "k_norm.weight")):
         # One flag of theirs is of all norms: of heads, too.
         more = 1 if model.apply_layernorm_1p else -1
         return TensorRule(name, theirs, lambda parts: parts[0] + more, lambda whole: (whole - more,))
@@ -222,8 +227,7 @@ def cuts(description: Description, *, padded_vocab_size: int, cuts_ways_down: bo
     shardings: dict[str, Sharding] = {}
     for name, sharding in description.shardings().items():
         if of_experts := _of_experts(name, sharding):
-            one = expert_sharding(sharding) if len(sharding.shape) > 2 else sharding
-            shardings |= {theirs: one for rule in of_experts for theirs in rule.theirs}
+            shardings |= {theirs: expert_sharding(theirs, sharding) for rule in of_experts for theirs in rule.theirs}
             continue
         theirs = megatron_name(name)
         if theirs in (EMBEDDING, HEAD):

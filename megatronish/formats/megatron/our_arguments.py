@@ -97,7 +97,9 @@ def arguments_of(
             "window_attn_skip_freq": _marks(model.windowed_layers),
             "no_rope_freq": _marks(tuple(not rotated for rotated in model.rotated_layers)),
             "add_bias_linear": model.linear_bias,
-            "bias_swiglu_fusion": model.glu_linear_offset == 0 and model.activation_func_clamp_value is None,
+            "bias_swiglu_fusion": model.glu_linear_offset == 0
+            and model.activation_func_clamp_value is None
+            and not model.moe_add_bias_linear,  # its fused operator knows no biases of experts
             "bias_gelu_fusion": tanh_gelu,
             "openai_gelu": tanh_gelu,
             "window_size": None if model.window_size is None else (model.window_size - 1, 0),

@@ -45,11 +45,12 @@ from megatronish.formats.megatron.names import (
 )
 from megatronish.formats.megatron.torch_dist.files import is_distributed
 from megatronish.formats.megatron.torch_dist.read import read as read_distributed
+from megatronish.formats.megatron.torch_dist.read import read_training as read_distributed_training
 from megatronish.formats.megatron.values import quote
 from megatronish.formats.megatron.write import write
 from megatronish.formats.torch_file.archive import TorchFile, memory_of
 from megatronish.formats.torch_file.unpickler import Arguments, Stored
-from megatronish.formats.weights import Description, LazyTensor, Model
+from megatronish.formats.weights import Description, LazyTensor, Model, Training
 from megatronish.parallel.mesh import Axis
 from megatronish.parallel.sharding import Sharding
 
@@ -177,7 +178,7 @@ def _flat(
             others.append(name)
 
 
-__all__ = ["read", "rules", "write"]
+__all__ = ["read", "read_training", "rules", "write"]
 
 
 def read(load: Path, *, vocab_size: int | None = None) -> Model:
@@ -223,6 +224,15 @@ def read(load: Path, *, vocab_size: int | None = None) -> Model:
         tensors[EMBEDDING] = _with_copy(tensors[EMBEDDING], of_first, copies, folder)
         left_out[HEAD] = "the last stage's copy of the embedding, compared with it when that is read"
     return Model(replace(description, left_out=left_out), tensors)
+
+
+def read_training(load: Path, description: Description, **_reading: Any) -> Training | None:
+    """State of the training of the model that `read` reads from `load`; None where it is not whole there.
+
+    In the format `torch` it never is.
+    """
+    folder = folder_of(load)
+    return read_distributed_training(folder, description) if is_distributed(folder) else None
 
 
 def _cuts_ways_down(parts: Mapping[str, Sequence[RankTensor]], model: ModelConfig) -> bool:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
 from megatronish.config.fields import FIELDS
-from megatronish.config.sections.model import LONGEST, ModelConfig
+from megatronish.config.layer_pattern import LONGEST
+from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 
 LARGEST = 2**40  # elements of a tensor, more than any model has

@@ -64,7 +64,7 @@ def write(
     description, tensors = model
     etp = tensor_parallel_size if expert_tensor_parallel_size is None else expert_tensor_parallel_size
     grid = RankGrid(tensor_parallel_size, pipeline_parallel_size, expert_parallel_size, etp)
-    _check_layout(description.model, grid, is_local=transformer_impl == "local")
+    check_layout(description.model, grid, is_local=transformer_impl == "local")
     padded = description.model.padded_vocab_size(description.vocab_size, grid.tp)
     wanted = cuts(description, padded_vocab_size=padded, cuts_ways_down=transformer_impl == "local")
     args = arguments_of(description, grid, transformer_impl=transformer_impl, dtype=tensors[EMBEDDING].dtype)
@@ -77,7 +77,8 @@ def write(
         logger.warning("Megatron-LM's --use-checkpoint-args leaves out %s; type that too", " ".join(flags))
 
 
-def _check_layout(model: ModelConfig, grid: RankGrid, *, is_local: bool) -> None:
+def check_layout(model: ModelConfig, grid: RankGrid, *, is_local: bool) -> None:
+    """UserError for a layout that the model cannot be cut into."""
     has_dense = not all(model.expert_layers)
     of_experts = (
         ()
@@ -86,6 +87,7 @@ def _check_layout(model: ModelConfig, grid: RankGrid, *, is_local: bool) -> None
             ("experts", model.num_experts, "expert", grid.ep),
             ("features of an expert", model.expert_ffn_size, "expert tensor", grid.etp),
             ("tensor parallel ranks", grid.tp, "expert tensor", grid.etp),
+            ("set of biases of an expert", int(model.moe_add_bias_linear), "expert tensor", grid.etp),
             ("features of the shared experts", model.moe_shared_expert_intermediate_size or 0, "tensor", grid.tp),
         )
     )

@@ -239,6 +239,11 @@ class TorchFileWriter:
         self._write(f"data/{self._added}", rows, size=nbytes_of(expected))
         self._added += 1
 
+    def fill(self) -> None:
+        """Write all tensors that are not yet there, each read from its lazy one."""
+        for tensor in self._expected[self._added :]:
+            self.add([tensor.read()])
+
     def _write(self, name: str, parts: Sequence[Tensor] | Sequence[bytes], *, size: int) -> None:
         entry = zipfile.ZipInfo(f"{ROOT}/{name}")
         large = size > zipfile.ZIP64_LIMIT // 2

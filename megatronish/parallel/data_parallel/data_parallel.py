@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.parallel.block_codes import CodeType
 from megatronish.parallel.mesh import Domain
 from megatronish.parallel.sharding import Shard
@@ -34,8 +35,8 @@ class DataParallel(Protocol):
         ...
 
     @property
-    def sum_of(self) -> Callable[[nn.Parameter], Tensor] | None:
-        """Where a layer may add the gradient of a parameter itself, from stage 2 on None."""
+    def sum_of(self) -> Callable[[nn.Parameter], GradientSum] | None:
+        """Where a layer may add the gradient of a parameter itself, in stage 3 None. In stage 2 it is of a backward."""
         ...
 
     def zero(self) -> None:

@@ -21,6 +21,9 @@ With `gives_back` a bucket's memory is given back when a step begins, and taken 
 at the end of the first forward, where activations and logits are at their peak, there are no gradients. ZeRO-2 keeps no
 more of the gradients than this rank's part. A bucket's buffer lives from the first gradient that arrives in a backward
 until it is reduced, after every backward, and the parts add up over the micro-batches.
+
+Memory that is taken is not filled with zeros: the first gradient of a parameter is written, and later ones are added
+(`GradientSum`). Zeros are written between parameters, and before a reduction for those without a gradient.
 """
 
 import math
@@ -36,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.core.errors import RunError
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.parallel import comm
 from megatronish.parallel.bucketing import CODE_BLOCK, MAX_PENDING, cut_into_buckets, offsets, padded_size
 from megatronish.parallel.data_parallel.coded_sums import PendingSum, start_coded_sum
@@ -97,6 +101,13 @@ class BucketPlan:
     def size(self) -> int:
         """Elements with all padding."""
         return padded_size(self.sizes, alignment=self.alignment, ranks=self.domain.shard.size)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Padding: where it begins, and how many elements it has."""
+        ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
+        spans = zip(ends, [*self.offsets[1:], self.size], strict=True)
+        return tuple((end, begin - end) for end, begin in spans if end < begin)
 
     @cached_property
     def sums_over(self) -> tuple[Axis, ...]:
@@ -218,13 +229,23 @@ def plan_buckets(
 
 @dataclass
 class Bucket:
-    """The gradients of a plan. `flat` is None where they are not kept whole and no backward is at work on them."""
+    """The gradients of a plan. `flat` is None where they are not kept whole and no backward is at work on them.
+
+    `unwritten` are parameters whose part of the memory has no values yet.
+    """
 
     plan: BucketPlan
     part: Tensor
     flat: Tensor | None
     views: dict[str, Tensor] = field(default_factory=dict)
     waiting_for: set[tuple[str, Source]] = field(default_factory=set)
+    unwritten: set[str] = field(default_factory=set)
+
+    def write_zeros(self) -> None:
+        """Complete memory in which gradients of some parameters have not come."""
+        if self.unwritten:
+            torch._foreach_zero_([self.views[name] for name in sorted(self.unwritten)])
+            self.unwritten.clear()
 
 
 class GradientBuckets:
@@ -279,7 +300,7 @@ class GradientBuckets:
         if not by_hook:
             parameter.grad = bucket.views[name]
             if self.gives_back:  # before autograd adds
-                parameter.register_hook(partial(_prepare, weakref.ref(self), bucket))
+                parameter.register_hook(partial(_prepare, weakref.ref(self), name))
         if by_hook or (self.overlap and domain.shard.size * domain.replicate.size > 1):
             # By a weak reference: Python does not see the cycle through autograd, so nothing of it would ever be freed.
             parameter.register_post_accumulate_grad_hook(partial(_report, weakref.ref(self), name, by_hook))
@@ -288,7 +309,7 @@ class GradientBuckets:
         # A linear layer that defers its weight gradient hands autograd None, and this is called none the less.
         if by_hook and parameter.grad is not None:
             # In fp32, where each micro-batch is rounded once, by autograd, and their sum is not.
-            self._whole(self._bucket_of[name]).views[name].add_(parameter.grad)
+            self._sum_of(name).add(parameter.grad)
             parameter.grad = None
         self.weight_gradient_ready(parameter)
 
@@ -296,12 +317,17 @@ class GradientBuckets:
         """The bucket with a buffer for all of it."""
         # Two ways to have no memory: ZeRO-2 has no buffer at all, `gives_back` keeps the tensor and its views over an
         # empty storage, as autograd holds these views.
-        if bucket.flat is None:
-            bucket.flat = bucket.part.new_zeros(bucket.plan.size)
-            bucket.views = bucket.plan.views(bucket.flat, self._parameters)
-        elif not (storage := bucket.flat.untyped_storage()).nbytes():
-            storage.resize_(bucket.flat.nbytes)
-            bucket.flat.zero_()
+        flat = bucket.flat
+        if flat is None:
+            bucket.flat = flat = bucket.part.new_empty(bucket.plan.size)
+            bucket.views = bucket.plan.views(flat, self._parameters)
+        elif not (storage := flat.untyped_storage()).nbytes():
+            storage.resize_(flat.nbytes)
+        else:
+            return bucket
+        bucket.unwritten = set(bucket.plan.names)
+        if bucket.plan.gaps:  # which norms and collectives go over
+            torch._foreach_zero_([flat.narrow(0, *gap) for gap in bucket.plan.gaps])
         return bucket
 
     @property
@@ -309,10 +335,15 @@ class GradientBuckets:
         """Where the gradient of each parameter adds up, if it is kept whole."""
         return {self._parameters[name]: view for bucket in self.buckets for name, view in bucket.views.items()}
 
-    def sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """Where the gradient of a parameter adds up, if it is kept whole, with memory for it."""
-        name = self._name_of[parameter]
-        return self._whole(self._bucket_of[name]).views[name]
+    def sum_of(self, parameter: nn.Parameter) -> GradientSum:
+        """Where the gradient of a parameter adds up, with memory for it. Who asks adds to it."""
+        return self._sum_of(self._name_of[parameter])
+
+    def _sum_of(self, name: str) -> GradientSum:
+        bucket = self._whole(self._bucket_of[name])
+        is_new = name in bucket.unwritten
+        bucket.unwritten.discard(name)
+        return GradientSum(bucket.views[name], is_new)
 
     @property
     def parts(self) -> list[Tensor]:
@@ -341,10 +372,10 @@ class GradientBuckets:
     def begin_action(self, action: tuple[str, int, int], is_last: bool) -> None:
         """(kind, chunk, micro-batch) comes next: if it is the last of its kind in its chunk, what it adds is final."""
         kind, chunk, _ = action
-        # Kept whole, gradients add up over the micro-batches: only the last action of its kind makes one final. W
-        # actions add to the views without a hook, so their memory must be there.
+        # Kept whole, gradients add up over the micro-batches: only the last action of its kind makes one final. What a
+        # W adds to has memory when it begins, as expected memory has it (StageWork of estimate/costs/memory.py).
         if self.keeps_whole:
-            if kind == "W":  # which adds to the sums itself
+            if kind == "W":
                 for bucket in self.buckets:
                     self._whole(bucket)
             self._source = (chunk, kind) if is_last and self.overlap else None
@@ -388,6 +419,7 @@ class GradientBuckets:
     def _reduce_next(self) -> None:
         """Start the reduction of the bucket whose turn it is."""
         bucket = self._whole(self._queue.popleft())
+        bucket.write_zeros()
         domain = bucket.plan.domain
         assert bucket.flat is not None
         # The same tensor where the dtypes agree: then the reduction is in place, without a copy.
@@ -458,10 +490,10 @@ class GradientBuckets:
             part.mul_(factor)
 
 
-def _prepare(buckets: "weakref.ref[GradientBuckets]", bucket: Bucket, _gradient: Tensor) -> None:
-    """Have the memory of a bucket there before a gradient is added to it."""
-    if (alive := buckets()) is not None:
-        alive._whole(bucket)
+def _prepare(buckets: "weakref.ref[GradientBuckets]", name: str, gradient: Tensor | None) -> None:
+    """Have the memory of a sum there before autograd adds a gradient to it, if there is one."""
+    if gradient is not None and (alive := buckets()) is not None:
+        alive._sum_of(name).filled()
 
 
 def _report(buckets: "weakref.ref[GradientBuckets]", name: str, by_hook: bool, parameter: nn.Parameter) -> None:

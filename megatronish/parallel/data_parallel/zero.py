@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.parallel import comm
 from megatronish.parallel.data_parallel.coded_weights import PendingWeights, round_weights, start_coded_gather
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings
@@ -229,9 +230,7 @@ class Zero:
         self.counted = {name for name in counted & self.shards.keys() if parameters[name].is_floating_point()}
         self.zero, self.begin_action = self.buckets.zero, self.buckets.begin_action
         self.weight_gradient_ready = self.buckets.weight_gradient_ready
-        self.sum_of: Callable[[nn.Parameter], Tensor] | None = None
-        if self.buckets.keeps_whole:
-            self.sum_of = self.buckets.sum_of
+        self.sum_of: Callable[[nn.Parameter], GradientSum] | None = self.buckets.sum_of
         self.gather_parameters, self.gather_before = self.parameters.gather, self.parameters.gather_before
         self.wait_for_parameters = self.parameters.wait
 

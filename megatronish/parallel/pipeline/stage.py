@@ -3,19 +3,22 @@
 Training, evaluation, generation, conversion and counting all build their modules here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
+from megatronish.core.layout import RowRoom
 from megatronish.model.block import MakeBlock
 from megatronish.model.gpt import GPT, Execution, ModelChunk
 from megatronish.model.table import MODELS
-from megatronish.parallel.mesh import Mesh, TensorParallel
+from megatronish.parallel.mesh import AS_MANY_AS_THERE_ARE, Mesh, TensorParallel
 from megatronish.parallel.schedules.plan import StageChunk
 from megatronish.parallel.sharding import Sharding, collect_shardings
 from megatronish.parallel.stages import Stages
+from megatronish.parallel.symmetric import can_share
 from megatronish.specs.layers import layer_specs
 
 
@@ -40,21 +43,26 @@ def build_stage(
     vocab_size: int,
     num_positions: int,
     sequence_parallel: bool = False,
+    by_pieces: Literal["p2p", "symm_mem"] | None = None,
+    room: RowRoom = AS_MANY_AS_THERE_ARE,
     execution: Execution | None = None,
     make_block: MakeBlock | None = None,
     device: torch.device | None = None,
 ) -> ModelStage:
     """The stage of this rank, with uninitialised fp32 parameters, by default on the mesh's device.
 
-    `make_block` None makes the blocks that the config names.
+    `make_block` None makes the blocks that the config names. `room` is that of rows on their way to experts, and
+    `by_pieces` says how products of a cut sequence get their pieces.
     """
+    experts = replace(mesh.experts, room=room)
+    shares_memory = by_pieces == "symm_mem" and can_share(mesh.tp, mesh.device)
     places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
     with device or mesh.device:
         model = MODELS[config.model_type](
             config,
             vocab_size=vocab_size,
             num_positions=num_positions,
-            tp=TensorParallel(mesh.tp, sequence_parallel, mesh.experts),
+            tp=TensorParallel(mesh.tp, sequence_parallel, experts, by_pieces is not None, shares_memory),
             chunks=[
                 ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place)) for place in places
             ],

@@ -7,8 +7,9 @@ is code.
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,14 +21,16 @@ from megatronish.core.foreign import LARGEST_TOML, parse_toml, read_json, read_t
 from megatronish.core.layout import AXES
 from megatronish.parallel.schedules.recorded import Recorded
 from megatronish.report.metrics import EXPERTS_FILE, RANK_TIMES
+from megatronish.report.page.curves import Curves, is_number, is_step, pair
 from megatronish.report.plot import each_line, read_counts, thinned
 
 MOST_EVENTS, LONGEST_EVENT, MOST_FIRST_LINES = 500, 1000, 80
 MOST_RANK_LINES = 200
-LARGEST_LOG = 2**26  # bytes of the end of a log that are read
+METRICS = "metrics.jsonl"
+LARGEST_LOG, LARGEST_END = 2**26, 2**20  # bytes of the end of a log, or of the ranks' times, that are read
 Value = TypeVar("Value")
 _ITERATION = re.compile(r"^ \[[-\d :.]+\] iteration ")
-_STEP = re.compile(r"\bstep[_ ](\d+)\b(?!\.\d)")
+_STEP = re.compile(r"\bstep[_ ](\d{1,18})\b(?!\.\d)")
 _PATHS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
@@ -36,62 +39,50 @@ _PATHS = {
 }
 
 
-def contents_of(run: Path) -> dict[str, Any]:
-    """All that a page shows of a run. UserError for a folder that is none of a run."""
-    if not any((run / name).is_file() for name in ("metrics.jsonl", "config.toml")):
-        raise UserError(
-            f"{run} is not a run folder: it has neither metrics.jsonl nor config.toml; name what --run-dir was"
-        )
+def contents_of(run: Path, curves: Curves | None = None) -> dict[str, Any]:
+    """All that a page shows of a run, with `curves` of an earlier look. UserError for a folder of no run."""
+    picture = in_short(run, curves)
+    return picture | {
+        "layout": _layout(picture["config"]),
+        "forecast": _object(run / "forecast.json"),
+        "ledger": _object(run / "goodput.json"),
+        "experts": _read(lambda: _experts(run / EXPERTS_FILE)),
+        "schedule": _read(lambda: _schedule(run / "schedule")),
+        "rank_seconds": _rank_seconds(each_line(run / RANK_TIMES)),
+        "audit": _read(lambda: ordinary(run / "audit.txt").read_text(encoding="utf-8")[: 2**18]),
+    }
+
+
+def in_short(run: Path, curves: Curves | None = None) -> dict[str, Any]:
+    """What a terminal shows of a run, and a page, too: of long files no more than the end, or what is new."""
+    if not any((run / name).is_file() for name in (METRICS, "config.toml")):
+        raise UserError(f"{run} is not a run folder: it has neither {METRICS} nor config.toml; name what --run-dir was")
     config = _read(lambda: parse_toml(read_text(run / "config.toml", LARGEST_TOML))) or {}
     first_lines, events = lines_of_log(run / "logs" / "rank_0.log")
     return {
         "name": run.resolve().name,
         "config": {section: dict(fields) for section, fields in config.items() if isinstance(fields, dict)},
-        "layout": _layout(config),
-        "curves": curves_of(run / "metrics.jsonl"),
+        "curves": (curves or curves_of(run)).read(),
         "evaluations": _evaluations(run / "evaluations.jsonl"),
-        "forecast": _object(run / "forecast.json"),
-        "ledger": _object(run / "goodput.json"),
         "health": _object(run / "health.json"),
         "first_lines": first_lines,
         "events": events,
-        "experts": _read(lambda: _experts(run / EXPERTS_FILE)),
-        "schedule": _read(lambda: _schedule(run / "schedule")),
-        "rank_seconds": _rank_seconds(run / RANK_TIMES),
-        "audit": _read(lambda: ordinary(run / "audit.txt").read_text(encoding="utf-8")[: 2**18]),
+        "rank_seconds": _rank_seconds(_last_lines(run / RANK_TIMES)),
     }
 
 
-def curves_of(path: Path) -> dict[str, list[list[Any]]]:
-    """{metric: [steps, values]} of metrics.jsonl, thinned; of a step that was repeated the last line counts."""
-    by_step = {line["step"]: line for line in each_line(path) if type(line.get("step")) is int}
-    steps = np.array(sorted(by_step), dtype=np.int64)
-    names = dict.fromkeys(name for line in by_step.values() for name, value in line.items() if _is_number(value))
-    names.pop("step", None)
-    curves = {}
-    for name in names:
-        values = [by_step[step].get(name) for step in steps.tolist()]
-        numbers = np.array([value if _is_number(value) else math.nan for value in values], dtype=np.float64)
-        curves[name] = _pair(*thinned(steps, numbers))
-    return curves
-
-
-def _pair(steps: np.ndarray, values: np.ndarray) -> list[list[Any]]:
-    """Steps and values for JSON, which knows no NaN: a gap is null."""
-    return [steps.tolist(), [float(f"{value:.7g}") if math.isfinite(value) else None for value in values.tolist()]]
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+def curves_of(run: Path, *, hurries: bool = False) -> Curves:
+    """Curves of a run; those that are kept read only what is new. With `hurries` no look waits for a long file."""
+    return Curves(run / METRICS, hurries=hurries)
 
 
 def _evaluations(path: Path) -> dict[str, list[list[Any]]]:
     """{name: [steps, losses]} of the data sets that were evaluated."""
-    lines = [line for line in each_line(path) if _is_number(line.get("loss")) and type(line.get("step")) is int]
+    lines = [line for line in each_line(path) if is_number(line.get("loss")) and is_step(line.get("step"))]
     losses = {(str(line.get("name")), line["step"]): line["loss"] for line in lines}
     names = dict.fromkeys(name for name, _ in losses)
     by_name = {name: sorted((step, loss) for (other, step), loss in losses.items() if other == name) for name in names}
-    return {name: _pair(*map(np.array, zip(*points, strict=True))) for name, points in by_name.items()}
+    return {name: pair(*map(np.array, zip(*points, strict=True))) for name, points in by_name.items()}
 
 
 def lines_of_log(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
@@ -118,9 +109,9 @@ def lines_of_log(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     return first_lines[:MOST_FIRST_LINES], events[-MOST_EVENTS:]
 
 
-def _end_of(path: Path) -> str:
+def _end_of(path: Path, most: int = LARGEST_LOG) -> str:
     with ordinary(path).open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LARGEST_LOG))
+        file.seek(max(0, path.stat().st_size - most))
         return file.read().decode("utf-8", errors="replace")
 
 
@@ -144,7 +135,7 @@ def _experts(path: Path) -> dict[str, Any] | None:
         "layers": list(counts.layers),
         "ratio": np.round(ratio, 3).tolist(),
         "steps": list(counts.last_steps),
-        "largest": _pair(steps, largest),
+        "largest": pair(steps, largest),
     }
 
 
@@ -160,12 +151,18 @@ def _schedule(folder: Path) -> dict[str, Any] | None:
     return {"name": recorded.schedule, "step": newest, "rows": rows, "bubble_rate": timed.bubble_rate}
 
 
-def _rank_seconds(path: Path) -> dict[str, Any] | None:
+def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of the last lines of a file of JSON lines."""
+    for line in (_read(lambda: _end_of(path, LARGEST_END)) or "").splitlines():
+        if isinstance(record := _read(partial(json.loads, line)), dict):
+            yield record
+
+
+def _rank_seconds(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """{steps: [n], seconds: [n][ranks]} of the ranks' own times; of too many lines every so many."""
-    lines = [
-        line for line in each_line(path) if type(line.get("step")) is int and isinstance(line.get("seconds"), list)
-    ]
-    by_step = {line["step"]: line["seconds"] for line in lines if all(map(_is_number, line["seconds"]))}
+    lines = [line for line in records if is_step(line.get("step")) and isinstance(line.get("seconds"), list)]
+    by_step = {line["step"]: line["seconds"] for line in lines if line["seconds"]}
+    by_step = {step: seconds for step, seconds in by_step.items() if all(map(is_number, seconds))}
     if not by_step:
         return None
     width = len(by_step[max(by_step)])  # of the last start: a run may resume on another number of ranks

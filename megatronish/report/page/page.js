@@ -191,7 +191,8 @@ function grid(sizes) {
   }
   const cut = [[pp > stages, `${pp} stages`], [dp > replicas, `${dp} replicas`], [inner > ranks, `${inner} ranks a box`]];
   const left = cut.filter(([isCut]) => isCut).map(([, text]) => text).join(", ");
-  const note = `dp ${dp} × tp ${tp} × pp ${pp} × cp ${cp} = ${dp * tp * pp * cp} ranks${left ? `; drawn is a part of ${left}` : ""}`;
+  const all = dp * tp * pp * cp;
+  const note = `dp ${dp} × tp ${tp} × pp ${pp} × cp ${cp} = ${all} rank${all === 1 ? "" : "s"}${left ? `; drawn is a part of ${left}` : ""}`;
   return element("div", {}, element("p", {}, note), element("div", { class: "scrolls" }, svg));
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megatronish.engine.balancing import WITHOUT_ROOM
 from megatronish.estimate.costs.memory_table import format_bytes
 from megatronish.estimate.costs.step_traffic import SCALAR, TrafficKey
 from megatronish.estimate.costs.traffic import by_axis
@@ -39,7 +40,7 @@ class Forecast(Hook):
     """Expected against measured, on the main rank: seconds of a step, peak memory, and bytes by axis of one step.
 
     Seconds are the median after two steps; bytes are counted in the third one (of a short run in the last one), or
-    in the first one after it whose batch is whole.
+    in the first one after it whose batch is whole and which was computed once (rows of experts may find no room).
     """
 
     is_observer = True
@@ -63,12 +64,17 @@ class Forecast(Hook):
         self._seconds.append(record.seconds)
         if trainer.record.counts_bytes:
             trainer.record.counts_bytes = False
-            if record.global_batch_size == self.expected["global_batch_size"] and not record.result.skipped:
+            if self._is_usual(record):
                 sent = traffic_of(trainer.record)
                 sums = TrafficKey("world", "all-reduce")
                 if sums in sent:  # hooks send their votes with the sums of the step; one process sends nothing
                     sent[sums] -= SCALAR * len(record.result.votes)
                 self._sent = sent
+
+    def _is_usual(self, record: StepRecord) -> bool:
+        """Whether a step sends what is expected: of a whole batch, not left out, and computed once."""
+        is_whole = record.global_batch_size == self.expected["global_batch_size"]
+        return is_whole and not record.result.skipped and WITHOUT_ROOM not in record.result.metrics
 
     def finish(self, trainer: Trainer) -> None:
         """Write what was measured next to it, as JSON and as a page, and print both."""

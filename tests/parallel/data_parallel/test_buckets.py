@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.parallel.data_parallel.data_parallel import DataParallelSettings, Overlap
-from megatronish.parallel.data_parallel.gradients import BucketPlan, GradientBuckets, Source, plan_buckets
+from megatronish.parallel.data_parallel.gradients import Bucket, BucketPlan, GradientBuckets, Source, plan_buckets
 from megatronish.parallel.mesh import Axis, Domain, Mesh
 from megatronish.parallel.sharding import Cut, Sharding
 
@@ -343,6 +343,35 @@ def test_a_bf16_gradient_leaves_nothing_behind_on_its_parameter() -> None:
     model(inputs(0, 0).bfloat16()).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(bool(view.any()) for view in views_of(buckets).values())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_is_taken_has_zeros_where_no_gradient_comes(
+    stage: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In padding, and in the place of a parameter that a step does not read."""
+    parameters = {name: nn.Parameter(torch.ones(5, dtype=dtype)) for name in ("used", "unused", "other")}
+    settings = DataParallelSettings(zero_stage=stage, dtype=dtype)
+    buckets = GradientBuckets(parameters, plans_of(parameters, bucket_size=100), settings, gives_back=True)
+    (bucket,) = buckets.buckets
+    assert bucket.plan.gaps == ((5, 3), (13, 3), (21, 3))
+    taken = buckets._whole
+
+    def with_nan(whole: Bucket) -> Bucket:
+        is_there = whole.flat is not None and whole.flat.untyped_storage().nbytes() > 0
+        for view in () if is_there else taken(whole).views.values():
+            view.fill_(torch.nan)
+        return taken(whole)
+
+    monkeypatch.setattr(buckets, "_whole", with_nan)
+    for _ in range(2):  # steps
+        buckets.zero()
+        for micro_batch in range(2):
+            buckets.begin_action(("B", 0, micro_batch), micro_batch == 1)
+            (parameters["used"] * 3 + parameters["other"] * 4).sum().backward()
+        buckets.finish_reduction()
+        assert bucket.part.view(3, 8).tolist() == [[sum_of] * 5 + [0.0] * 3 for sum_of in (8.0, 0.0, 6.0)]
 
 
 def test_a_parameter_used_twice_is_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:

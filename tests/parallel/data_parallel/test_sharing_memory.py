@@ -213,10 +213,12 @@ LARGE = f"--dp 2 --num-layers 6 --global-batch-size 4 {NO_DROPOUT}"
 
 
 def test_zero_2_holds_three_buckets_at_once() -> None:
-    """And that of norms and biases, which fills until the end and goes last."""
-    for seen in run_ranks(2, watch_buckets, f"{LARGE} --zero-stage 2 --ddp-bucket-size 1500"):
-        most = max(seen.moments)
-        assert 2 * seen.bucket < most <= (MAX_PENDING + 1) * seen.bucket + 1500
+    """And that of norms and biases, which fills until the end and goes last; a tied table has one throughout."""
+    for untied in (True, False):
+        untie = "--untie-embeddings-and-output-weights" if untied else ""
+        for seen in run_ranks(2, watch_buckets, f"{LARGE} {untie} --zero-stage 2 --ddp-bucket-size 1500"):
+            most, whole = max(seen.moments), MAX_PENDING + (1 if untied else 2)
+            assert 2 * seen.bucket < most <= whole * seen.bucket + 1500
     for seen in run_ranks(2, watch_buckets, f"{LARGE} --zero-stage 2 --ddp-bucket-size 1500 --no-overlap-grad-reduce"):
         assert max(seen.moments) > 5 * seen.bucket  # all of them, before one is exchanged
 

@@ -17,6 +17,7 @@ from megatronish.launch.place import Place
 from megatronish.layers.linear import ColumnParallelLinear, split_backward
 from megatronish.layers.weight_gradients import WeightGradients
 from megatronish.model.batch import MicroBatch
+from megatronish.ops.gradient_sum import GradientSum
 from megatronish.parallel.mesh import Axis, Mesh, TensorParallel
 from megatronish.parallel.pipeline.executor import Boundary, ChunkOutput, Executor
 from megatronish.parallel.schedules.plan import Action, Placement, Plan, StageChunk, looped
@@ -57,7 +58,7 @@ class WatchedGradients(WeightGradients):
     """Notes each tensor that it is given to keep."""
 
     def __init__(self, sums: dict[nn.Parameter, Tensor], watch: Watch) -> None:
-        super().__init__(sums)
+        super().__init__(lambda weight: GradientSum(sums[weight]))
         self.watch = watch
 
     def defer(self, weight: nn.Parameter, dy: Tensor, x: Tensor, **others: Any) -> None:

@@ -11,24 +11,29 @@ rectangle, each straight from the bytes that it has, without running code (forma
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megatronish.checkpoint.foreign import ListedTensor, Rectangle, read_listing
 from megatronish.checkpoint.metadata import METADATA
 from megatronish.core.errors import UserError
-from megatronish.formats.megatron.values import quote
+from megatronish.formats.megatron.values import LARGEST, quote
 from megatronish.formats.torch_file.archive import TorchFile
 from megatronish.formats.torch_file.unpickler import Arguments, Stored
 
 COMMON = "common.pt"
 BACKEND_FILE = "metadata.json"
 BACKEND = "torch_dist"
+STEPS = ("common_step", "step")
+SCALER = "grad_scaler"  # of fp16
+LARGEST_SCALE = 2.0**120
+LOSS_SCALE = ("scale", "growth_tracker", "hysteresis_tracker")
+DEPTH = 8  # levels of nested states of optimizers
 REMEDY = "load it into Megatron-LM and save it again with --ckpt-format torch_dist"
 
 
@@ -59,19 +64,73 @@ def check_backend(folder: Path) -> None:
         raise UserError(f"{folder / METADATA} is missing, and only it says where tensors lie; fetch it again")
 
 
-def read_common(folder: Path) -> Mapping[str, Any]:
-    """Arguments in common.pt; UserError if it has none."""
+class Common(NamedTuple):
+    """Content of common.pt: the arguments, the iteration of the save, and the number of Adam's steps, if said.
+
+    `loss_scale` is the state of a dynamic one, and empty without it.
+    """
+
+    args: Mapping[str, Any]
+    iteration: int
+    num_updates: int | None
+    loss_scale: Mapping[str, float]
+
+
+def read_common(folder: Path) -> Common:
+    """Content of common.pt; UserError if it has no arguments."""
     path = folder / COMMON
     if not path.is_file():
         raise UserError(f"{path} is missing, which holds the arguments of the model; fetch it again")
-    content = TorchFile(path).content
-    args = content.get("args") if isinstance(content, dict) else None
+    file = TorchFile(path)
+    content = file.content if isinstance(file.content, dict) else {}
+    args = content.get("args")
     if not isinstance(args, Arguments):
         raise UserError(
             f"{path} holds no arguments (args), as Megatron-LM's training writes them, so it is not known which model "
             f"it holds; {REMEDY}"
         )
-    return args.values
+    states = content.get("optimizer")
+    steps = {count_of(_read(file, value)) for value in _named_in(states, STEPS)}
+    num_updates = steps.pop() if len(steps) == 1 else None
+    scales = [_loss_scale(file, scaler) for scaler in _named_in(states, (SCALER,))]
+    loss_scale = scales[0] if scales and all(scale == scales[0] for scale in scales) else {}
+    return Common(args.values, count_of(content.get("iteration")) or 0, num_updates, loss_scale)
+
+
+def _named_in(states: Any, names: Collection[str], depth: int = 0) -> Iterator[Any]:
+    """Values of these names in the states of one optimizer or of several, which differ in form by their kind."""
+    if depth > DEPTH or not isinstance(states, dict | list):  # bounded: a pickle can hold a dict that holds itself
+        return
+    for key, value in states.items() if isinstance(states, dict) else enumerate(states):
+        if key in names and value is not None:
+            yield value
+        else:
+            yield from _named_in(value, names, depth + 1)
+
+
+def _loss_scale(file: TorchFile, scaler: Any) -> dict[str, float]:
+    """State of a dynamic loss scale; empty for that of a constant one, and for one that cannot be read."""
+    if not isinstance(scaler, dict) or any(name not in scaler for name in LOSS_SCALE):
+        return {}
+    state = {name: _number_of(_read(file, scaler[name])) for name in LOSS_SCALE}
+    known = {name: value for name, value in state.items() if value is not None and abs(value) < LARGEST_SCALE}
+    return known if len(known) == len(state) and known["scale"] > 0 else {}
+
+
+def _read(file: TorchFile, value: Any) -> Any:
+    return file.tensor(value).read() if isinstance(value, Stored) else value
+
+
+def _number_of(value: Any) -> float | None:
+    """A number, of whatever type; None for anything else."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return number if type(number) in (int, float) else None
+
+
+def count_of(value: Any) -> int | None:
+    """A whole number that is at least zero, of whatever type; None for anything else."""
+    number = _number_of(value)
+    return int(number) if number is not None and 0 <= number < LARGEST and number % 1 == 0 else None
 
 
 class DistributedFiles:

@@ -22,14 +22,15 @@ from megatronish.core.errors import UserError
 from megatronish.formats.megatron.experts import name_in_file
 from megatronish.formats.megatron.latent import name_of_norms
 from megatronish.formats.megatron.names import PREDICTION, canonical_name, has_experts, name_of_layer, numbered
+from megatronish.formats.megatron.torch_dist.moments import OPTIMIZER
 
 IN_A_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?(\D.*)")
 HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
 HALVES = ("w", "v")
-EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d{1,9})\.)?(linear_fc[12]\.weight)")
+EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d{1,9})\.)?(linear_fc[12]\.(?:weight|bias))")
 
 NO_WEIGHTS = {
-    r"(chained_\d+\.)?optimizer\.": "the state of Megatron-LM's optimizer",
+    r"(chained_\d+\.)?optimizer\.": OPTIMIZER,
     r".*(_extra_state|inv_freq)(/.*)?$": "a state or a buffer of Megatron-LM that is no weight",
     r".*\.(local_)?tokens_per_expert$": "a state or a buffer of Megatron-LM that is no weight",
 }
@@ -112,7 +113,7 @@ def keys_of(name: str, model: ModelConfig, *, is_local: bool) -> tuple[str, ...]
         return (name,)
     layer, rest = int(match[1]), match[2]
     if has_experts(layer, model):
-        rest = re.sub(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)", r"mlp.experts.experts.\2.\1", rest)
+        rest = re.sub(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)", r"mlp.experts.experts.\2.\1", rest)
         if not is_local:
             rest = name_in_file(rest, is_grouped=True)
     if model.multi_latent_attention:

@@ -1,37 +1,99 @@
 """Reader of Megatron-LM checkpoints in its format `torch_dist`, whatever layout wrote them; tensors are lazy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
 from megatronish.formats.megatron.arguments import model_of, seq_length_of, vocab_size_of
-from megatronish.formats.megatron.names import EMBEDDING, HEAD, cuts, refuse_encoder
-from megatronish.formats.megatron.torch_dist.files import COMMON, DistributedFiles, check_backend, read_common
+from megatronish.formats.megatron.names import EMBEDDING, HEAD, cuts, refuse_encoder, rules
+from megatronish.formats.megatron.torch_dist.files import (
+    COMMON,
+    Common,
+    DistributedFiles,
+    check_backend,
+    count_of,
+    read_common,
+)
+from megatronish.formats.megatron.torch_dist.moments import OPTIMIZER, States, find_states, reason_against
 from megatronish.formats.megatron.torch_dist.names import TensorPart, parts_by_name, reason_to_leave_out
-from megatronish.formats.weights import Description, LazyTensor, Model
+from megatronish.formats.weights import Description, LazyTensor, Model, Training, is_bias, to_ours
 
 OBJECT = "an object of Megatron-LM that is no weight"
 
 
 def read(folder: Path, *, vocab_size: int | None = None) -> Model:
     """Model of one iteration's folder; see the reader of the format `torch` for `vocab_size`."""
+    opened = _open(folder, vocab_size)
+    return Model(opened.description, {name: opened.lazy(name) for name in opened.parts})
+
+
+def read_training(folder: Path, description: Description) -> Training | None:
+    """State of the training of the model in one iteration's folder; None where it is not whole there."""
+    opened = _open(folder, description.vocab_size)
+    args, iteration, num_updates, loss_scale = opened.common
+    if opened.states is None or num_updates is None:
+        return None
+
+    def of_state(keys: Mapping[str, str], *, of_moments: bool) -> dict[str, LazyTensor]:
+        theirs = {
+            name: opened.lazy(name, keys)
+            for name, parts in opened.parts.items()
+            if all(key in keys for key, _ in parts)
+        }
+        by_rule = [rule for rule in rules(description, of_moments=of_moments) if not is_bias(rule.ours)]
+        return to_ours(theirs, by_rule, source=folder).tensors
+
+    moments, masters = opened.states
+    return Training(
+        moments={state: of_state(keys, of_moments=True) for state, keys in moments.items()},
+        masters=of_state(masters, of_moments=False) if masters else {},
+        names=frozenset(opened.states.keys()),
+        num_updates=num_updates,
+        iteration=iteration,
+        consumed_samples=count_of(args.get("consumed_train_samples")) or 0,
+        loss_scale=loss_scale,
+    )
+
+
+class _Opened(NamedTuple):
+    """Folder whose headers are read: parts of every tensor by our names of Megatron-LM's, and its optimizer's states.
+
+    `wanted` are the shapes that the arguments ask for.
+    """
+
+    files: DistributedFiles
+    common: Common
+    description: Description
+    parts: dict[str, list[TensorPart]]
+    wanted: dict[str, tuple[int, ...]]
+    states: States | None
+
+    def lazy(self, name: str, keys: Mapping[str, str] | None = None) -> LazyTensor:
+        """Lazy tensor, or its state of an optimizer, of which `keys` are the names in the files."""
+        parts = [part if keys is None else part._replace(key=keys[part.key]) for part in self.parts[name]]
+        return _lazy(self.files, name, parts, self.wanted.get(name))
+
+
+def _open(folder: Path, vocab_size: int | None) -> _Opened:
     check_backend(folder)
     # 1. The model from the arguments, and the tensors of all ranks, unread.
-    args = read_common(folder)
+    common = read_common(folder)
     try:
-        model = model_of(args, before_core=False)
+        model = model_of(common.args, before_core=False)
     except UserError as error:
         raise UserError(f"{folder / COMMON} cannot be converted: {error}") from error
     files = DistributedFiles(folder)
-    left_out = {key: reason for key in files.tensors if (reason := reason_to_leave_out(key, model))}
-    kept = {key: listed for key, listed in files.tensors.items() if key not in left_out}
-    left_out |= {key: reason_to_leave_out(key, model) or OBJECT for key in files.objects}
+    kept = {key: listed for key, listed in files.tensors.items() if reason_to_leave_out(key, model) is None}
     refuse_encoder(folder, kept)
     files.check(kept)
+    states = find_states(files.tensors, kept)
+    files.check(() if states is None else states.keys())
     # 2. Their parts by our names of Megatron-LM's tensors, and the shapes that the arguments ask for.
     try:
         parts = parts_by_name(kept, model)
@@ -40,12 +102,23 @@ def read(folder: Path, *, vocab_size: int | None = None) -> Model:
     padded = next(iter(files.tensors[parts[EMBEDDING][0].key].shape), 0) if EMBEDDING in parts else 0
     if not padded:
         raise UserError(f"{folder} holds no {EMBEDDING}, so it holds no GPT; name another")
-    vocab_size = vocab_size_of(args, vocab_size, padded=padded, path=folder / COMMON)
-    description = Description(model=model, vocab_size=vocab_size, seq_length=seq_length_of(args), left_out=left_out)
+    vocab_size = vocab_size_of(common.args, vocab_size, padded=padded, path=folder / COMMON)
+    description = Description(
+        model=model,
+        vocab_size=vocab_size,
+        seq_length=seq_length_of(common.args),
+        left_out=_left_out(files, model, states, common),
+    )
     wanted = {name: cut.shape for name, cut in cuts(description, padded_vocab_size=padded).items()}
-    # 3. Lazily: global tensors.
-    tensors = {name: _lazy(files, name, of_name, wanted.get(name)) for name, of_name in parts.items()}
-    return Model(description, tensors)
+    return _Opened(files, common, description, parts, wanted, states)
+
+
+def _left_out(files: DistributedFiles, model: ModelConfig, states: States | None, common: Common) -> dict[str, str]:
+    """Tensors and objects that are no weights, each with the reason."""
+    left_out = {key: reason for key in files.tensors if (reason := reason_to_leave_out(key, model))}
+    left_out |= {key: reason_to_leave_out(key, model) or OBJECT for key in files.objects}
+    of_optimizer = reason_against(has_states=states is not None, num_updates=common.num_updates)
+    return {key: of_optimizer if reason == OPTIMIZER else reason for key, reason in left_out.items()}
 
 
 def _lazy(

@@ -22,10 +22,11 @@ from megatronish.formats.megatron.grid import RankGrid
 from megatronish.formats.megatron.names import EMBEDDING, HEAD, LATEST, RELEASE
 from megatronish.formats.megatron.our_arguments import arguments_of, flags_to_type
 from megatronish.formats.megatron.torch_dist.files import BACKEND, BACKEND_FILE, COMMON
+from megatronish.formats.megatron.torch_dist.moments import STATES, common_of_training, states_of_training
 from megatronish.formats.megatron.torch_dist.names import keys_of, states_of
-from megatronish.formats.megatron.write import VERSION, TransformerImpl
+from megatronish.formats.megatron.write import VERSION, TransformerImpl, check_layout
 from megatronish.formats.torch_file.archive import TorchFileWriter
-from megatronish.formats.weights import LazyTensor, Model
+from megatronish.formats.weights import LazyTensor, Model, Training
 
 logger = logging.getLogger(__name__)
 
@@ -40,34 +41,58 @@ BACKENDS = {
 CONTENT = {"singleton_local_shards": True, "chained_optim_avoid_prefix": True}
 
 
-def write(save: Path, model: Model, *, transformer_impl: TransformerImpl = "transformer_engine") -> None:
-    """Write a folder that Megatron-LM loads as a `release`, in any layout, into layers of its `--transformer-impl`.
+def write(
+    save: Path,
+    model: Model,
+    *,
+    transformer_impl: TransformerImpl = "transformer_engine",
+    expert_parallel_size: int = 1,
+    training: Training | None = None,
+) -> None:
+    """Write a folder that Megatron-LM loads in any layout, into layers of its `--transformer-impl`.
 
-    RunError if the disk is full or fails.
+    It is a `release`, or with a `training` the checkpoint of its iteration, for a run with expert ranks or for one
+    without. RunError if the disk is full or fails.
     """
     description, tensors = model
-    padded = description.model.padded_vocab_size(description.vocab_size, 1)
-    args = arguments_of(description, RankGrid(), transformer_impl=transformer_impl, dtype=tensors[EMBEDDING].dtype)
-    args["ckpt_format"] = BACKEND
     is_local = transformer_impl == "local"
+    grid = RankGrid(ep=expert_parallel_size)
+    check_layout(description.model, grid, is_local=is_local)
+    padded = description.model.padded_vocab_size(description.vocab_size, 1)
+    args = arguments_of(description, grid, transformer_impl=transformer_impl, dtype=tensors[EMBEDDING].dtype)
+    args["ckpt_format"] = BACKEND
     keys = {name: keys_of(name, description.model, is_local=is_local) for name in tensors}
     common = {"args": Namespace(**args), "checkpoint_version": VERSION, "iteration": 0, "content_metadata": CONTENT}
+    states: dict[str, dict[str, LazyTensor]] = {}
+    if training is not None:
+        states = states_of_training(training, description, tensors)
+        args |= {"iteration": training.iteration, "consumed_train_samples": training.consumed_samples}
+        of_experts = {
+            "has_expert_ranks": grid.ep > 1,
+            "has_expert_biases": description.model.moe_add_bias_linear,
+        }
+        common |= common_of_training(training, **of_experts) | {"args": Namespace(**args)}
     with new_folder(save, decisive=LATEST) as folder:
-        iteration = folder / RELEASE
+        iteration = folder / (RELEASE if training is None else f"iter_{training.iteration:07d}")
         iteration.mkdir()
-        with TorchFileWriter(iteration / COMMON, common):
-            pass
+        with TorchFileWriter(iteration / COMMON, common) as of_all_ranks:
+            of_all_ranks.fill()
         with _ShardFiles(iteration) as files:
             listed = _write_tensors(files, tensors, keys, padded)
+            of_states = {
+                f"{STATES}{state}.{key}": place
+                for state, of_names in states.items()
+                for key, place in _write_tensors(files, of_names, keys, padded).items()
+            }
             empty = io.BytesIO()
             torch.save([None], empty)
             objects = {name: files.add(empty.getvalue()) for name in states_of(listed, is_local=is_local)}
-        write_listing(iteration, listed, objects)
+        write_listing(iteration, listed | of_states, objects)
         backend = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
         (iteration / BACKEND_FILE).write_text(
             json.dumps(backend | {"common_backend": "torch", "common_backend_version": 1})
         )
-        (folder / LATEST).write_text(RELEASE)
+        (folder / LATEST).write_text(RELEASE if training is None else str(training.iteration))
     if flags := flags_to_type(args):
         logger.warning("Megatron-LM's --use-checkpoint-args leaves out %s; type that too", " ".join(flags))
 
