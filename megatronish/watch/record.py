@@ -163,11 +163,13 @@ class RankRecord:
 
     def _switch(self, thread: int, phase: RunPhase | None) -> None:
         """Let a thread be in another phase; the seconds of the main thread's are added up by name."""
-        before = self.phases.pop(thread, None)
+        before = self.phases.get(thread)
+        if phase is None:
+            self.phases.pop(thread, None)
+        else:  # replaced in one move: a watchdog may look at any moment
+            self.phases[thread] = phase
         if before is not None and thread == self.main_thread:
             self._spent[before.name] += monotonic() - before.since
-        if phase is not None:
-            self.phases[thread] = phase
 
     def age(self) -> float:
         """Seconds since this record was made, at the beginning of its rank."""

@@ -66,6 +66,7 @@ class Watchdog:
         self._rings: Path | None = None
         self._pulses: Pulses | None = None
         self._slot, self._trace = 0, -1
+        self._pulsed = 0.0  # the limit of the last pulse
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._newest: dict[int, tuple[Beat, float]] = {}  # beats of all ranks, and when each was new here
@@ -123,14 +124,19 @@ class Watchdog:
     def _interval(self) -> float:
         return min(LONGEST, max(SHORTEST, (self.limits.step or LONGEST * 10) / 10))
 
+    @property
+    def _limit_of_step(self) -> float:
+        return self.limits.of_phase("step", median_step=self.record.median_step)
+
     def _watch(self) -> None:
         wait = SHORTEST
         while not self._stop.wait(wait):
             try:
+                is_idle, is_without_board = self._look(), self._board is None
                 # The first beat follows at once when there is a board: a rank without one seems not to have come. And
                 # a guard, which believes the limit of the last pulse, gets that of a step soon after the start's.
-                is_early = self._board is None and (self.layout.world_size > 1 or not self.record.num_steps_seen)
-                wait = SHORTEST if self._look() or is_early else self._interval
+                is_early = is_without_board and (self.layout.world_size > 1 or self._pulsed > self._limit_of_step)
+                wait = SHORTEST if is_idle or is_early else self._interval
             except Exception:  # a board that fails must not end a run that does not hang
                 self._alone()
 
@@ -156,6 +162,7 @@ class Watchdog:
             ended=bool(beat.ended),
         )
         self._pulses.put(self._slot, pulse)
+        self._pulsed = pulse.limit
 
     def _look(self) -> bool:
         """One round: a beat, and what follows from it. Returns whether this rank makes no progress for some time."""

@@ -190,10 +190,14 @@ def all_stopped(_rank: int, step: int, file: str) -> None:
 
 
 def keeping_the_lock(_rank: int, step: int, file: str) -> None:
-    """The main thread keeps Python's lock in native code, on all ranks: no other thread of theirs runs."""
+    """The main thread keeps Python's lock in native code, on all ranks: no other thread of theirs runs.
+
+    Not before a guard can know that steps have begun: eight tiny ones take less than the time between two pulses.
+    """
     planted = Planted(0, step, file)
 
     def act(*_: Any, **__: Any) -> None:
+        time.sleep(1.0)
         planted.begins()
         while True:  # the signal of a guard ends one of them
             ctypes.PyDLL(None).sleep(int(FOREVER))

@@ -1,8 +1,10 @@
 """Tests of the record: what ranks of a sound run have noted agrees, and outlives them."""
 
 import resource
+import time
 from pathlib import Path
-from threading import Thread
+from threading import Thread, get_ident
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,13 @@ from sweeps import some_of
 
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
+from megatronish.launch.pulse import Pulses
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Mesh
 from megatronish.watch.hang_diagnosis import RanksSeen, different
-from megatronish.watch.heartbeat import Collective, bare_beat
-from megatronish.watch.observer import HangLimits
-from megatronish.watch.record import RankRecord
+from megatronish.watch.heartbeat import Beat, Collective, bare_beat
+from megatronish.watch.observer import HangLimits, Observer
+from megatronish.watch.record import PhaseName, RankRecord, RunPhase
 from megatronish.watch.shared_ring import RING, SharedRing, read_ring
 from megatronish.watch.watchdog import Watchdog
 
@@ -125,3 +128,46 @@ def test_bytes_are_counted_from_zero_while_they_are_asked_for() -> None:
     assert line.sent == {"all_reduce": 8, "send": 6, "all_gather": 4}
     record.count_bytes()
     assert not line.sent
+
+
+class NeverWithout(dict[int, RunPhase]):
+    """Phases of threads from which none may be taken."""
+
+    def pop(self, *_: Any) -> Any:
+        raise AssertionError("a watchdog that looks now would find no phase, and put no pulse")
+
+
+def test_a_thread_that_changes_its_phase_is_never_without_one() -> None:
+    record = RankRecord()
+    record.phases = NeverWithout()
+    names: list[PhaseName] = ["start", "data", "step"]
+    for name in names:
+        record.enter_phase(name)
+        assert [phase.name for phase in record.phases.values()] == [name]
+    assert list(record.seconds_by_phase()) == names
+
+
+def test_a_guard_gets_the_limit_of_a_step_soon_after_the_start_although_it_ends_during_a_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record, pulses = RankRecord(), Pulses(1)
+    limits = HangLimits.of(step=9.0, start=60.0, evaluation=60.0, save=60.0, timeout=600.0)
+    look, main = Observer.look, get_ident()
+
+    def and_then_a_step_ends(observer: Observer, **options: Any) -> Beat:
+        beat = look(observer, **options)
+        if beat.number == 3:
+            record.phases[main] = RunPhase("step", "", time.monotonic())
+            record.finished_step(0.01)
+        return beat
+
+    monkeypatch.setattr(Observer, "look", and_then_a_step_ends)
+    watchdog = Watchdog(record, limits, Layout(), rank=0, leave=lambda _report, _prints: None)
+    watchdog.pulse_to(pulses, 0)
+    record.enter_phase("start")
+    with watchdog:
+        began = time.monotonic()
+        while (pulse := pulses.get(0)) is None or pulse.limit > 9.0:
+            assert time.monotonic() - began < 30.0
+            time.sleep(0.01)
+        assert pulse.number <= 6
