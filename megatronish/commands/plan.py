@@ -167,8 +167,15 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
         planned = _named(search, arguments.explain)
         texts.append(explanation(search, planned))
     else:
-        chosen = short_list(search, number=_positive("--layouts", arguments.layouts))
-        planned = _row(chosen, arguments.explain)
+        row = 1 if arguments.explain is None else int(arguments.explain[:9])
+        most = _positive("--layouts", arguments.layouts)
+        if not 1 <= row <= most:  # before the search, which may take a minute
+            raise UserError(
+                f"--explain {row} is no row of the list, which has at most {most}; name one of them, or ask for more "
+                "rows with --layouts"
+            )
+        chosen = short_list(search, number=most)
+        planned = _row(chosen, row)
         texts.append(short_report(search, chosen) if arguments.explain is None else explanation(search, planned))
     if arguments.write is not None:
         texts.append(_written(planned.config, arguments.write))
@@ -239,9 +246,8 @@ def _named(search: Search, text: str) -> Planned:
     return planned
 
 
-def _row(chosen: ShortList, given: str | None) -> Planned:
-    """A row of the short list, the first one unless given."""
-    number = 1 if given is None else int(given[:9])
+def _row(chosen: ShortList, number: int) -> Planned:
+    """A row of the short list, which begins with 1."""
     if not 1 <= number <= len(chosen.planned):
         raise UserError(f"--explain {number} is no row of the list, which has {len(chosen.planned)}; name one of them")
     return chosen.planned[number - 1]

@@ -117,9 +117,7 @@ class Engine:
         norm = global_norm(self.data_parallel.counted_gradients(), mesh.domains, pp=mesh.pp, device=mesh.device)
         numbers = votes()
         totals = reduce_sums(sums, numbers, norm, weight=weight, objective=names, model=shapes, mesh=mesh)
-        if self.balancing.lacked_room(
-            totals.model
-        ):  # rows of experts: all is computed again, with as many as there are
+        if self.balancing.lacked_room(totals.model):  # all is computed again, with as many rows of experts as there are
             return self.gradients(micro_batches, num_steps_done=num_steps_done, votes=lambda: numbers, pads=False)
         metrics = metrics_of(self.objective, totals.objective, weight=totals.weight)
         metrics |= self.balancing.metrics(totals.model, num_sequences=mesh.islands.size * num_sequences)

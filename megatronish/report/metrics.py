@@ -84,7 +84,7 @@ METRICS: dict[str, Metric] = {
         Metric("dropped_share", "fraction", "dropped-share", lambda value: f"dropped: {100 * value:.1f}%"),
         Metric(
             "rows_without_room",
-            "rows, of a step that was computed again",
+            "rows, of steps that were computed again",
             "rows-without-room",
             lambda value: f"rows without room: {int(value)}, computed again",
         ),

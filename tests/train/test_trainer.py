@@ -22,6 +22,7 @@ from megatronish.objectives.objective import LOSS
 from megatronish.optim.schedules import BatchSizeSchedule, LearningRateSchedule
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, Mesh, leave
+from megatronish.report.plot import read_lines
 from megatronish.train.hooks.stop import REASONS, SAVE, Stopper
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer, TrainingSchedule
 
@@ -241,9 +242,20 @@ def test_counts_since_the_last_line_go_on_over_a_resume(tmp_path: Path) -> None:
     at_once = train_on_ranks(tiny(tmp_path / "at_once", flags))
     first = train_on_ranks(tiny(tmp_path / "parts", f"{flags} --exit-interval 3"))
     assert "iteration " not in first
-    assert state_of(tmp_path / "parts", 3)["hooks"] == {"log": {"skipped": 3, "nan": 0}}
+    assert state_of(tmp_path / "parts", 3)["hooks"] == {"log": {"skipped": 3, "nan": 0, "without_room": 0}}
     then = train_on_ranks(tiny(tmp_path / "parts", flags), world_size=1)
     assert all("number of skipped iterations:   4 |" in output for output in (at_once, then))
+
+
+def test_rows_without_room_are_counted_since_the_last_line(tmp_path: Path) -> None:
+    rooms = "--dp 2 --ep 2 --num-experts 4 --moe-ffn-hidden-size 16 --moe-expert-rank-capacity-factor 1 --train-iters 4"
+    rows = dict[int, list[float]]()
+    for interval in (1, 4):
+        train_on_ranks(tiny(tmp_path / str(interval), f"{rooms} --log-interval {interval}"), world_size=2)
+        lines = read_lines(tmp_path / str(interval) / "metrics.jsonl")
+        rows[interval] = [line.get("rows_without_room", 0) for line in lines]
+    assert len(rows[1]) == 4 and sum(each > 0 for each in rows[1]) > 1
+    assert rows[4] == [sum(rows[1])]
 
 
 def plant_error() -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from megatronish.config.sections.run import LogConfig
 from megatronish.core.aside import Aside
-from megatronish.engine.balancing import ExpertLoad
+from megatronish.engine.balancing import WITHOUT_ROOM, ExpertLoad
 from megatronish.report.metrics import EXPERTS_FILE, Console, Value, add_line, file_line, points
 from megatronish.report.trackers.tracker import Trackers
 from megatronish.train.trainer import Hook, StepRecord, Trainer
@@ -44,15 +44,20 @@ class Speed:
 
 @dataclass
 class Troubles:
-    """Counts since the last console line, as in Megatron-LM: steps skipped, and steps whose loss is not a number."""
+    """Counts since the last console line, as in Megatron-LM: steps skipped, and steps whose loss is not a number.
+
+    And rows of experts without room, for each of which a step was computed again.
+    """
 
     skipped: int = 0
     nan: int = 0
+    without_room: int = 0
 
     def add(self, record: StepRecord) -> None:
         """Count one step more."""
         self.skipped += record.result.skipped
         self.nan += not math.isfinite(record.result.loss)
+        self.without_room += int(record.result.metrics.get(WITHOUT_ROOM, 0))
 
 
 class Pace:
@@ -131,6 +136,7 @@ class Log(Hook):
         return {
             "step": record.step,
             **result.metrics,
+            **({WITHOUT_ROOM: self._troubles.without_room} if self._troubles.without_room else {}),
             "grad_norm": result.grad_norm,
             "learning_rate": record.learning_rate,
             **{name: value for name, value in further.items() if value is not None},
