@@ -6,6 +6,7 @@ Here copies by the device's own engines take their place, piece by piece on a se
 need several GPUs of one machine. What they compute is tested by torch's own fallbacks.
 """
 
+import socket
 from typing import Any
 
 import torch
@@ -16,11 +17,18 @@ from megatronish.parallel.mesh import Axis
 
 
 def can_share(axis: Axis, device: torch.device) -> bool:
-    """Whether the ranks of an axis can read each other's memory: GPUs of one machine, with a torch that has both."""
+    """Whether the ranks of an axis can read each other's memory: GPUs of one machine, with a torch that has operators.
+
+    Ranks say where they are, for a launcher may place them as it likes. Where each sees one GPU alone, none can tell
+    whether there is a way between them: they do not share.
+    """
     if device.type != "cuda" or axis.group is None or axis.group.name() == "fake" or _operators() is None:
         return False
-    number = max(1, torch.cuda.device_count())
-    return len({rank // number for rank in axis.ranks}) == 1
+    places = comm.all_gather_object((socket.gethostname(), device.index or 0), axis)
+    gpus = {index for _, index in places}
+    if len({host for host, _ in places}) > 1 or len(gpus) < axis.size:
+        return False
+    return all(torch.cuda.can_device_access_peer(gpu, other) for gpu in gpus for other in gpus - {gpu})
 
 
 def gathered_product(x: Tensor, matrix: Tensor, axis: Axis, *, keeps: bool = False) -> tuple[Tensor | None, Tensor]:

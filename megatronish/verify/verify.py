@@ -68,12 +68,13 @@ class Rerouted(NamedTuple):
 class RoutingRecorder:
     """Records the choices of this rank's tokens or, where there are some of another run, replays them.
 
-    It hooks into routers. A recomputation, which has its choices, is left alone.
+    It hooks into routers. A recomputation, which has its choices, is left alone. Of a step that is computed again, as
+    rows of experts found no room, what is left is the second time: its records take the place of the first one's.
     """
 
     def __init__(self, model: GPT, replayed: dict[str, Choices]) -> None:
         self.replayed, self.step = replayed, 0
-        self.choices, self.rerouted = dict[str, Choices](), list[Rerouted]()
+        self.choices, self._rerouted = dict[str, Choices](), dict[str, list[Rerouted]]()
         self._context: Context | None = None
         for module in model.modules():
             if isinstance(module, MixtureOfExperts):
@@ -100,12 +101,18 @@ class RoutingRecorder:
                 self.choices[key] = Choices(experts[:, i].tolist(), margins[:, i].tolist())
             return None
         theirs = torch.stack([self._replay(key, positions) for key in keys], dim=1).to(tokens.device)  # [s, B, K]
+        self._rerouted.update({key: [] for key in keys})
         differs = (experts.sort(-1).values != theirs.sort(-1).values).any(-1)
         for place, i in differs.nonzero().tolist():
             position = int(positions[place])
             margin = self.replayed[keys[i]].margins[position]
-            self.rerouted.append(Rerouted(self.step, module.layer, samples[i], position, margin))
+            self._rerouted[keys[i]].append(Rerouted(self.step, module.layer, samples[i], position, margin))
         return tokens, theirs.flatten(0, 1)
+
+    @property
+    def rerouted(self) -> list[Rerouted]:
+        """Tokens that would have chosen other experts than in the run that is replayed."""
+        return [token for tokens in self._rerouted.values() for token in tokens]
 
     def _replay(self, key: str, positions: Tensor) -> Tensor:
         """[s, K], the choices of a sample's tokens at `positions`."""
@@ -195,7 +202,7 @@ def trace_rank(config: Config, num_steps: int, folder: Path, replayed: dict[str,
         hooks=(),
         progress=Progress(),
     )
-    recorded = Trace.empty()._replace(outputs=recorder.outputs, choices=routing.choices, rerouted=routing.rerouted)
+    recorded = Trace.empty()._replace(outputs=recorder.outputs, choices=routing.choices)
     for step in range(num_steps):
         recorder.step = routing.step = step
         consumed = trainer.progress.consumed_samples
@@ -206,6 +213,7 @@ def trace_rank(config: Config, num_steps: int, folder: Path, replayed: dict[str,
         exact, gradients = _exact(engine, result).items(), _gradient_squares(engine).items()
         recorded.exact.update({f"{step}/{name}{of_island}": [values] for name, values in exact})
         recorded.gradients.update({f"{step}/{name}{of_island}": squares for name, squares in gradients})
+    recorded = recorded._replace(rerouted=routing.rerouted)
     (folder / f"trace_{place.rank}.json").write_text(json.dumps(recorded))
     comm.barrier(mesh.world)
     leave()

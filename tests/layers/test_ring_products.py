@@ -80,23 +80,31 @@ def test_the_operators_of_symmetric_memory_have_the_form_that_they_are_called_by
     ]
 
 
+ONE_MACHINE = [("a", 0), ("a", 1)]
+
+
 @pytest.mark.parametrize(
-    ("device", "group", "ranks", "shares"),
+    ("device", "group", "places", "are_peers", "shares"),
     [
-        ("cuda", "nccl", (0, 1, 2, 3), True),
-        ("cuda", "nccl", (4, 5, 6, 7), True),
-        ("cuda", "nccl", (6, 7, 8, 9), False),
-        ("cuda", "fake", (0, 1), False),
-        ("cpu", "gloo", (0, 1), False),
-        ("cuda", None, (0,), False),
+        ("cuda", "nccl", ONE_MACHINE, True, True),
+        ("cuda", "nccl", ONE_MACHINE, False, False),
+        ("cuda", "nccl", [("a", 0), ("b", 1)], True, False),
+        ("cuda", "nccl", [("a", 0), ("a", 0)], True, False),
+        ("cuda", "fake", ONE_MACHINE, True, False),
+        ("cpu", "gloo", ONE_MACHINE, True, False),
+        ("cuda", None, [("a", 0)], True, False),
     ],
+    ids=["one machine", "no way between them", "two machines", "each sees one GPU", "dry run", "CPU", "one rank"],
 )
 def test_memory_is_shared_by_gpus_of_one_machine(
-    device: str, group: str | None, ranks: tuple[int, ...], shares: bool
+    device: str, group: str | None, places: list[tuple[str, int]], are_peers: bool, shares: bool
 ) -> None:
     made: Any = None if group is None else SimpleNamespace(name=lambda: group)
-    axis = Axis("tp", len(ranks), 0, ranks, made)
-    with patch.object(torch.cuda, "device_count", lambda: 8):
+    axis = Axis("tp", len(places), 0, tuple(range(len(places))), made)
+    with (
+        patch.object(comm, "all_gather_object", lambda *_: places),
+        patch.object(torch.cuda, "can_device_access_peer", lambda *_: are_peers),
+    ):
         assert symmetric.can_share(axis, torch.device(device)) == shares
 
 

@@ -91,9 +91,9 @@ def launch_all() -> None:
         launch(norm.FAMILY, "layer_norm_backward", x, x, x, weight, row, row, False)
         launch(norm.FAMILY, "rms_norm", x, weight, 1e-5, True)
         launch(norm.FAMILY, "rms_norm_backward", x, None, x, weight, row, True)
-        launch(permutation.FAMILY, "spread", x, order, order, 3, 12)
+        launch(permutation.FAMILY, "spread", x, order, order, 3)
         launch(permutation.FAMILY, "collect", half(12, 96), torch.zeros(4, 3), order, order, 3)
-        launch(permutation.FAMILY, "collect_backward", x, half(12, 96), torch.zeros(4, 3), order)
+        launch(permutation.FAMILY, "collect_backward", x, half(12, 96), torch.zeros(4, 3), order, order)
 
 
 if __name__ == "__main__":
