@@ -42,10 +42,10 @@ quick: demo/quick_text_document.idx ## a first look in under a minute: bytes, on
 finetune: demo/python_text_document.idx ## LoRA on questions and answers, on 4 local ranks: data, audit, answers before and after, exports
 	$(RUN) examples/finetune.py $(FINETUNE_FLAGS)
 
-bytes: demo/python.jsonl ## a model of bytes in one process, against deflate on functions that it has not seen; some minutes
+bytes: demo/python.jsonl ## a model of bytes in one process, against deflate on functions that it has not seen; five minutes
 	$(RUN) examples/byte_model.py $(if $(BYTES_FLAGS),-- $(BYTES_FLAGS))
 
-nightly: ## from a clean checkout all that docs/TRAINED.md shows: demo, its twin with experts, bytes, LoRA; half an hour
+nightly: ## from a clean checkout all that docs/TRAINED.md shows: demo, its twin with experts, bytes, LoRA; twenty minutes
 	$(MAKE) --no-print-directory pretrain
 	$(MAKE) --no-print-directory pretrain PRETRAIN_FLAGS="--config configs/demo-moe.toml"
 	$(MAKE) --no-print-directory bytes

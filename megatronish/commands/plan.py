@@ -167,12 +167,12 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
         planned = _named(search, arguments.explain)
         texts.append(explanation(search, planned))
     else:
-        row = 1 if arguments.explain is None else int(arguments.explain[:9])
-        most = _positive("--layouts", arguments.layouts)
+        named, most = arguments.explain or "1", _positive("--layouts", arguments.layouts)
+        row = int(named.lstrip("0")[:9] or "0")  # of too many digits the first ones make too large a number, too
         if not 1 <= row <= most:  # before the search, which may take a minute
             raise UserError(
-                f"--explain {row} is no row of the list, which has at most {most}; name one of them, or ask for more "
-                "rows with --layouts"
+                f"--explain {named[:40]} is no row of the list, which has at most {most}; name one of them, or ask for "
+                "more rows with --layouts"
             )
         chosen = short_list(search, number=most)
         planned = _row(chosen, row)

@@ -11,9 +11,26 @@ from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.run import CheckpointConfig, LogConfig, ResilienceConfig
 from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
-from megatronish.core.layout import Layout, choices_of_an_expert
+from megatronish.core.layout import Layout, RowRoom, choices_of_an_expert
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.parallel.schedules.table import SCHEDULES
+
+
+def rows_of_experts(
+    model: ModelConfig, room: RowRoom, tokens: int, ep: int, num_sequences: int, seq_length: int
+) -> tuple[int, int]:
+    """Rows that a rank with so many `tokens` sends to experts: where the load is even, and as there is room for them.
+
+    The tokens, those of its etp ranks, are of `num_sequences` sequences.
+    """
+    assert model.num_experts is not None
+    sizes = {"num_chosen": model.moe_router_topk, "num_experts": model.num_experts}
+    capacity = None
+    if model.moe_expert_capacity_factor is not None:
+        limit = choices_of_an_expert(model.moe_expert_capacity_factor, **sizes, seq_length=seq_length)
+        capacity = num_sequences * min(limit, tokens // num_sequences)
+    rows, even = room.rows(tokens, ep=ep, capacity=capacity, **sizes), tokens * model.moe_router_topk
+    return even, even if rows is None else ep * rows
 
 
 @dataclass(frozen=True)
@@ -98,18 +115,10 @@ class Config:
     @property
     def rows_of_experts(self) -> tuple[int, int]:
         """Rows of a micro-batch that a rank sends to experts: where the load is even, and as there is room for them."""
-        model, layout, (ep, etp) = self.model, self.layout, self.parallel.expert_layout
-        assert model.num_experts is not None
-        training = self.training
+        layout, training, (ep, etp) = self.layout, self.training, self.parallel.expert_layout
         tokens = training.micro_batch_size * training.seq_length // layout.cp // layout.tp * etp
-        sizes = {"num_chosen": model.moe_router_topk, "num_experts": model.num_experts}
-        capacity = None
-        if model.moe_expert_capacity_factor is not None:
-            limit = choices_of_an_expert(model.moe_expert_capacity_factor, **sizes, seq_length=training.seq_length)
-            capacity = training.micro_batch_size * min(limit, tokens // training.micro_batch_size)
-        room = self.parallel.row_room.rows(tokens, ep=ep, capacity=capacity, **sizes)
-        even = tokens * model.moe_router_topk
-        return even, even if room is None else ep * room
+        room = self.parallel.row_room
+        return rows_of_experts(self.model, room, tokens, ep, training.micro_batch_size, training.seq_length)
 
     @property
     def measures_logits(self) -> bool:

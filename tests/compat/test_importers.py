@@ -6,8 +6,9 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from foreign_configs import ACCELERATE, AXOLOTL, DEEPSPEED, settings_of
@@ -81,11 +82,23 @@ def test_the_tools_write_to_a_file_or_print(tmp_path: Path) -> None:
         assert (bad.returncode, "cannot be read" in bad.stderr) == (2, True)
 
 
-ABSENT = re.compile(r"\| (\w+) \| `(.+?)` \| .+? \| `(\w+) = (.+?)` \| .+? \|")
-ROWS = [
-    (framework.lower(), key, field, tomllib.loads(f"a = {value}")["a"])
-    for framework, key, field, value in ABSENT.findall((ROOT / "docs" / "COMING_FROM.md").read_text())
-]
+HEAD = re.compile(r"\| absent key of (\w+)(?:'s `(\w+(?:\.\w+)*)`)? \|")
+ABSENT = re.compile(r"\| (.+?) \| .+? \| `(\w+) = (.+?)` \| .+? \|")
+
+
+def rows_of_the_page() -> Iterator[tuple[Framework, str, str, Any]]:
+    """Framework, key with its holder, our field and its value, of each row of the tables of absent keys."""
+    head = None
+    for line in (ROOT / "docs" / "COMING_FROM.md").read_text(encoding="utf-8").splitlines():
+        head = HEAD.match(line) or (head if line.startswith("|") else None)
+        row = ABSENT.match(line) if head else None
+        if head and row:
+            holder = f"{head[2]}." if head[2] else ""
+            framework = cast(Framework, head[1].lower())
+            yield framework, holder + row[1].replace("`", ""), row[2], tomllib.loads(f"a = {row[3]}")["a"]
+
+
+ROWS = list(rows_of_the_page())
 SCHEDULED = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}
 HALF = {"enabled": True}
 MUON_ALONE = {"optimizer": {"type": "Muon", "params": {}}}

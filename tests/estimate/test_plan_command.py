@@ -89,6 +89,7 @@ def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
         (["--explain", "tp=four"], "tp needs a whole number"),
         (["--explain", "schedule=fast"], "schedule must be one of gpipe, 1f1b"),
         (["--explain", "99"], "--explain 99 is no row of the list, which has at most 6; name one of them, or ask for"),
+        (["--explain", "123456789012"], "--explain 123456789012 is no row of the list"),
         (["--explain", "0"], "--explain 0 is no row of the list, which has at most 6"),
         further((["--explain", "99", "--layouts", "99"], "--explain 99 is no row of the list, which has")),
         (["--calibrate", "nowhere.json"], "--calibrate nowhere.json cannot be read"),

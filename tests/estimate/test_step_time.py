@@ -21,6 +21,7 @@ from megatronish.estimate.planner.step_time import StepSeconds
 from megatronish.estimate.planner.workload import Workload
 from megatronish.parallel.stages import Stages
 
+RANK_CAPACITY, CAPACITY = "--moe-expert-rank-capacity-factor", "--moe-expert-capacity-factor"
 CHAT = "--dataset-type chat --data-path x.jsonl --load x"
 
 
@@ -192,6 +193,41 @@ def test_tp_takes_as_long_as_the_bytes_that_the_layers_of_the_engine_send(layout
         times = {"all-gather": 1, "reduce-scatter": 1} if candidate.sequence_parallel else {"all-reduce": 2}
         sent.append(sum(number * traffic.get(TrafficKey("tp", kind), 0) for kind, number in times.items()) / m)
     assert planned == pytest.approx((sent[1] - sent[0]) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["ep=4", "tp=2,sp,ep=4,etp=1", "tp=2,sp,ep=4,etp=2", "tp=2,ep=2,etp=2"])
+@pytest.mark.parametrize(
+    "room",
+    ["", f"{RANK_CAPACITY} 1.5", f"{CAPACITY} 0.75", f"{CAPACITY} 0.75 --moe-pad-expert-input-to-capacity"],
+    ids=["counts", "rooms", "capacity by counts", "rooms by capacity"],
+)
+def test_experts_take_as_long_as_the_bytes_that_the_engine_sends(layout: str, room: str) -> None:
+    """Rows over ep as the room has them; over etp tokens, with their few weights; here without latency."""
+    argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), *f"--num-experts 8 {room}".split()]
+    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    work, device = Workload.of(config, 128256), replace(find_device("h100-sxm"), latency_us=1e-9)
+    candidate = read_layout(f"{layout},zero=1", gpus=8, has_experts=True)
+    run, layers, (ep, etp) = (
+        config_of(config, candidate),
+        Search(config, work, device, 8).clock.layers,
+        layout_of(layout),
+    )
+    passes = layers.passes(work.kinds[0], candidate)
+    m = candidate.num_microbatches(config.global_batch_size)
+    stages = Stages.of(run.parallel, run.model, vocab_size=128256, seq_length=8192)
+    traffic = expected_traffic(run, stages.loads(m)[0], 0, vocab_size=128256)
+    sent = dict.fromkeys(("ep", "etp"), 0.0)
+    for key, nbytes in traffic.items():
+        if key.axis in sent and key.collective in ("all-to-all", "all-gather", "reduce-scatter"):
+            sent[key.axis] += nbytes / (m * config.model.num_layers)
+    seconds = sent["ep"] * (ep - 1) / ep / layers.links.bandwidth(ep, etp)
+    seconds += sent["etp"] * (etp - 1) / etp / layers.links.bandwidth(etp, 1) if etp > 1 else 0.0
+    assert passes.forward.experts + passes.backward.experts == pytest.approx(seconds, rel=5e-3)
+
+
+def layout_of(text: str) -> tuple[int, int]:
+    sizes = dict(part.split("=") for part in text.split(",") if "=" in part)
+    return int(sizes["ep"]), int(sizes.get("etp", 1))
 
 
 def test_ways_down_are_of_a_ranks_own_tokens_under_sequence_parallelism_alone() -> None:

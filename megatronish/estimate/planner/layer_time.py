@@ -10,6 +10,8 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
+from megatronish.config.config import rows_of_experts
+from megatronish.core.layout import RowRoom
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes
 from megatronish.estimate.costs.layer_kind_memory import LayerKind
 from megatronish.estimate.planner.device_speed import Efficiencies, Links, Machine, gradient_seconds, product_seconds
@@ -23,10 +25,10 @@ BACKWARD_POINTWISE = 1.6  # bytes of the backward over those of the forward
 SCORE_BYTES = {"fused_softmax": (8, 10), "blocks": (8, 10), "unfused": (40, 44)}
 """Bytes of a score, forward and backward, where scores are in memory: unfused, each operation reads and writes fp32."""
 DROPPED = (5, 7)  # what dropout adds to these
-LAUNCHES = {"dense": 25, "experts": 60, "adapters": 50, "softmax": 4}
+LAUNCHES = {"dense": 25, "experts": 60, "rooms": 16, "adapters": 50, "softmax": 4}
 """Launches of a layer's pass: of dense layers and experts as the dry run counts them (docs/BENCHMARKS.md: half of 50,
-times 94/39), of adapters by the time that a layer with LoRA takes on a CPU. An unfused softmax has four more than one
-kernel: to fp32, times the scale, masked, softmax, and back."""
+times 94/39; half of the 33 more of rows in rooms), of adapters by the time that a layer with LoRA takes on a CPU. An
+unfused softmax has four more than one kernel: to fp32, times the scale, masked, softmax, and back."""
 HOST = {"eager": 1.0, "compiled": 0.5, "graph": 0.02}
 """Time of the host over that of an eager pass: of a compiled layer as on a CPU; next to none of a replayed graph."""
 LOSS_BYTES = {True: (2, 4), False: (10, 8)}
@@ -211,7 +213,7 @@ class LayerClock:
         ring = [self._context(core, mesh, tokens, cores[n], latent) for n, core in enumerate(row.cores)]
         attended = [sum(core[0] for core in cores), sum(core[1] for core in cores)]
         pointwise = self._pointwise(row, candidate, tokens)
-        exchanged = self._expert_transfers(row, mesh, tokens)
+        exchanged = self._expert_transfers(row, candidate)
         has_experts = any(linear.copies > 1 for linear in row.linears)
         tensor = self._tensor(row, candidate, is_backward=False)
         shared = sum(self._shared_heads(core, mesh, tokens) for core in row.cores)
@@ -228,6 +230,8 @@ class LayerClock:
             forward = forward.plus(self._largest_logits(measured, candidate))
         weight = Parts(products[2])
         launches = LAUNCHES["experts" if has_experts else "dense"]
+        if has_experts and mesh.ep > 1 and self.work.row_room != RowRoom():
+            launches += LAUNCHES["rooms"]
         if self.work.adapter.is_used:
             more = self.adapters.of_layer(kind, mesh, tokens, shares_sequence=candidate.sequence_parallel)
             forward = forward.plus(Parts(products=more[0], pointwise=more[1]))
@@ -459,12 +463,16 @@ class LayerClock:
         hides = (cp - 1) / cp * self.efficiencies.hidden
         return forward, backward + last, min(forward, hides * seconds[0]) + min(backward, hides * seconds[1])
 
-    def _expert_transfers(self, row: LayerCost, mesh: MeshSizes, tokens: int) -> float:
-        """All-to-all of tokens to experts and back, and gathers over etp."""
-        used = next((linear.used for linear in row.linears if linear.copies > 1), 0)
-        if used == 0:
+    def _expert_transfers(self, row: LayerCost, candidate: Candidate) -> float:
+        """All-to-all of rows to experts and back, and gathers of tokens over etp, in one pass."""
+        mesh, work = candidate.mesh, self.work
+        if all(linear.copies == 1 for linear in row.linears):
             return 0.0
-        nbytes = self.work.element_bytes * tokens / mesh.tp * used * self.work.model.hidden_size
-        exchange = 2 * self.links.all_to_all(mesh.ep, mesh.etp, nbytes) if mesh.ep > 1 else 0.0
-        gathers = 2 * self.links.gather(mesh.etp, 1, nbytes * mesh.etp) if mesh.etp > 1 else 0.0
+        tokens = self.tokens(candidate) // mesh.tp * mesh.etp
+        _even, rows = rows_of_experts(
+            work.model, work.row_room, tokens, mesh.ep, candidate.micro_batch, work.seq_length
+        )
+        width = work.element_bytes * work.model.hidden_size
+        exchange = 2 * self.links.all_to_all(mesh.ep, mesh.etp, width * rows) if mesh.ep > 1 else 0.0
+        gathers = 2 * self.links.gather(mesh.etp, 1, width * tokens) if mesh.etp > 1 else 0.0
         return exchange + gathers

@@ -13,6 +13,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import CORE, RecomputeModule
+from megatronish.core.layout import RowRoom
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.disk_traffic import DiskTraffic, disk_traffic
@@ -67,6 +68,8 @@ class Workload:
     """Bytes of a parameter that a local disk reads and writes, where something is offloaded to it."""
     measures_logits: bool = False
     """Whether each forward finds the largest logits of attention (QK-clip)."""
+    row_room: RowRoom = field(default_factory=RowRoom)
+    """Rows of tokens that ranks of ep send each other, where those are as many in every step."""
     extra_forwards: int = 0
     """Forward passes over the micro-batches of a step besides its own: of a reference, and for KTO of the model."""
 
@@ -97,6 +100,7 @@ class Workload:
             optimizer=config.optimizer,
             disk=disk_traffic(config),
             measures_logits=config.measures_logits,
+            row_room=parallel.row_room,
             extra_forwards=(config.reference in ("model", "adapters-off"))
             + (OBJECTIVE_NAMES[training.objective].learns_from == "labelled"),
         )

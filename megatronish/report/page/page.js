@@ -224,10 +224,11 @@ function ledger({ seconds }) {
   return element("div", {}, element("div", { class: "bar" }, ...bar), element("div", { class: "legend" }, ...legend));
 }
 
-function forecast({ expected, measured }) {
+// What was measured is written when the run ends: until then, and where it was killed, there is only what was expected.
+function forecast({ expected, measured = {} }) {
   const step = expected.step_seconds;
   const rows = [["seconds a step", step ? `${number(step.low)} to ${number(step.high)}` : "not known", number(measured.step_seconds)],
-    ["peak memory", bytes(expected.memory.bytes), `${bytes(measured.peak_memory_bytes)} (${measured.memory_of})`]];
+    ["peak memory", bytes(expected.memory.bytes), measured.memory_of ? `${bytes(measured.peak_memory_bytes)} (${measured.memory_of})` : number()]];
   const owners = Object.entries(expected.memory.by_owner).filter(([, size]) => size > 0);
   const parts = owners.map(([owner, size], place) => element("div", { style: `width:${100 * size / expected.memory.bytes}%;background:${colour(place)}`, title: owner }));
   const legend = owners.map(([owner, size], place) => element("span", {},
