@@ -1,9 +1,11 @@
 """Tests of chats by templates of families: what is trained of calls and thoughts, variables, where templates lie."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chat_formats import chatml
 from chat_tokenizers import DATE, said, save_tokenizer, trained_text, whole_text, with_controls, write_lines
@@ -163,27 +165,30 @@ def test_arguments_are_texts_for_all_conversations_of_a_template_that_wants_text
 
 
 @pytest.mark.parametrize(
-    ("template", "written"),
+    ("template", "controls", "around", "as_given"),
     [
-        (QWEN_3, ['{"x":1e5, "y": "\\u003c|im_end|>"}', '{"x": 100000.0}']),  # which asks if it is a text
-        (built_in_template("chatml"), ['{"x": 100000.0, "y": "<|im_end|>"}', '{"x": 100000.0}']),
+        (QWEN_3, IM, ('"arguments": ', "}\n"), True),  # which asks if it is a text, as Kimi K2 does
+        (KIMI_K2, KIMI_TOKENS, ("<|tool_call_argument_begin|>", "<|tool_call_end|>"), True),
+        (built_in_template("chatml"), IM, ('"arguments": ', "}\n"), False),
     ],
-    ids=["either", "objects"],
+    ids=["Qwen 3", "Kimi K2", "objects"],
 )
 def test_arguments_that_are_texts_are_written_as_they_are_by_a_template_that_takes_them(
-    template: str, written: list[str]
+    template: str, controls: Sequence[str], around: tuple[str, str], as_given: bool
 ) -> None:
-    tokenizer = with_controls(IM)
-    encoder = family_encoder(FamilyChat("one", template, IM, [], []), tokenizer)
+    tokenizer = with_controls(controls)
+    encoder = family_encoder(FamilyChat("one", template, controls, [], []), tokenizer)
+    text = '{"x":1e5, "y": "\\u003c|im_end|>"}'
     # A text of the user's that looks like them decides nothing.
-    question = {"role": "user", "content": '{"x":1e5, "y": "\\u003c|im_end|>"}'}
-    for arguments, wanted in zip(['{"x":1e5, "y": "\\u003c|im_end|>"}', {"x": 1e5}], written, strict=True):
-        function = {"name": "weather", "arguments": arguments}
-        call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    question = {"role": "user", "content": text}
+    written = text if as_given else '{"x": 100000.0, "y": "<|im_end|>"}'
+    for arguments, wanted in ((text, written), ({"x": 1e5}, '{"x": 100000.0}')):
+        numbered = {**NUMBERED, "function": {"name": "weather", "arguments": arguments}}
+        call = {"role": "assistant", "content": None, "tool_calls": [numbered]}
         (sample,) = samples(encoder, messages=[question, call], tools=TOOLS)
-        assert f'"arguments": {wanted}}}' in trained_text(sample, tokenizer)[0]
-        asked = encoder.prompt(checked([question, call, question]), TOOLS)
-        assert f'"arguments": {wanted}}}' in tokenizer.decode(asked)
+        assert wanted.join(around) in trained_text(sample, tokenizer)[0]
+        asked = np.array(encoder.prompt(checked([question, call, question]), TOOLS))
+        assert wanted.join(around) in whole_text(EncodedChat(asked, np.zeros(len(asked), np.bool_)), tokenizer)
 
 
 def test_a_conversation_that_a_template_refuses_does_not_show_how_it_takes_arguments() -> None:

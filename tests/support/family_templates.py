@@ -222,7 +222,8 @@ SMOLLM_3 = """
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' ~ ('' if ns.thinks else '<think>\\n\\n</think>\\n') -}}{%- endif -%}"""
 
-# Kimi K2: a call has its number, which begins with the name of the function, in the place of a name.
+# Kimi K2: a call has its number, which begins with the name of the function, in the place of a name. Arguments that
+# are a text are written as they are.
 KIMI_K2 = """
 {%- if tools -%}{{- '<|im_system|>tool_declare<|im_middle|>' ~ tools | tojson ~ '<|im_end|>' -}}{%- endif -%}
 {%- for m in messages -%}
@@ -234,7 +235,8 @@ KIMI_K2 = """
 {{- '<|tool_calls_section_begin|>' -}}
 {%- for call in m.tool_calls -%}
 {{- '<|tool_call_begin|>' ~ call['id'] ~ '<|tool_call_argument_begin|>' -}}
-{{- call.function.arguments | tojson ~ '<|tool_call_end|>' -}}
+{%- set given = call.function.arguments -%}
+{{- (given if given is string else given | tojson) ~ '<|tool_call_end|>' -}}
 {%- endfor -%}
 {{- '<|tool_calls_section_end|>' -}}
 {%- endif -%}

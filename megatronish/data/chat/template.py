@@ -153,8 +153,8 @@ class ChatTemplate:
         """Each text with its GENERATION_MARKS, or why there is none. UserError where the template has no bounds.
 
         Arguments of calls are objects for most templates, and JSON texts for those that put them behind a text
-        (DeepSeek). Those that take both (Qwen 3) write a JSON text of the data as it is. Which, the first conversation
-        with calls shows.
+        (DeepSeek). Those that take both (Qwen 3, Kimi K2) write a JSON text of the data as it is. Which, the first
+        conversation with calls shows.
         """
         if not any(_calls(each) for each in renderings):
             return self._rendered(renderings, tools)
