@@ -24,11 +24,14 @@ def can_share(axis: Axis, device: torch.device) -> bool:
     """
     if device.type != "cuda" or axis.group is None or axis.group.name() == "fake" or _operators() is None:
         return False
-    places = comm.all_gather_object((socket.gethostname(), device.index or 0), axis)
+    own = device.index or 0
+    places = comm.all_gather_object((socket.gethostname(), own), axis)
     gpus = {index for _, index in places}
     if len({host for host, _ in places}) > 1 or len(gpus) < axis.size:
         return False
-    return all(torch.cuda.can_device_access_peer(gpu, other) for gpu in gpus for other in gpus - {gpu})
+    sees_all = max(gpus) < torch.cuda.device_count()
+    can_read = sees_all and all(torch.cuda.can_device_access_peer(own, other) for other in gpus - {own})
+    return all(comm.all_gather_object(can_read, axis))  # one answer for all: the operators are collective
 
 
 def gathered_product(x: Tensor, matrix: Tensor, axis: Axis, *, keeps: bool = False) -> tuple[Tensor | None, Tensor]:

@@ -84,26 +84,45 @@ ONE_MACHINE = [("a", 0), ("a", 1)]
 
 
 @pytest.mark.parametrize(
-    ("device", "group", "places", "are_peers", "shares"),
+    ("device", "group", "places", "can_read", "shares"),
     [
-        ("cuda", "nccl", ONE_MACHINE, True, True),
-        ("cuda", "nccl", ONE_MACHINE, False, False),
-        ("cuda", "nccl", [("a", 0), ("b", 1)], True, False),
-        ("cuda", "nccl", [("a", 0), ("a", 0)], True, False),
-        ("cuda", "fake", ONE_MACHINE, True, False),
-        ("cpu", "gloo", ONE_MACHINE, True, False),
-        ("cuda", None, [("a", 0)], True, False),
+        ("cuda", "nccl", ONE_MACHINE, [True, True], True),
+        ("cuda", "nccl", ONE_MACHINE, [True, False], False),
+        ("cuda", "nccl", [("a", 0), ("a", 8)], [False, True], False),
+        ("cuda", "nccl", [("a", 0), ("b", 1)], [True, True], False),
+        ("cuda", "nccl", [("a", 0), ("a", 0)], [True, True], False),
+        ("cuda", "fake", ONE_MACHINE, [True, True], False),
+        ("cpu", "gloo", ONE_MACHINE, [True, True], False),
+        ("cuda", None, [("a", 0)], [True], False),
     ],
-    ids=["one machine", "no way between them", "two machines", "each sees one GPU", "dry run", "CPU", "one rank"],
+    ids=[
+        "one machine",
+        "one cannot read",
+        "one not seen",
+        "two machines",
+        "each sees one",
+        "dry run",
+        "CPU",
+        "one rank",
+    ],
 )
 def test_memory_is_shared_by_gpus_of_one_machine(
-    device: str, group: str | None, places: list[tuple[str, int]], are_peers: bool, shares: bool
+    device: str, group: str | None, places: list[tuple[str, int]], can_read: list[bool], shares: bool
 ) -> None:
+    """This rank is the first; what the others answer is given, and what it answers itself is asked for."""
+
+    def gathered(value: Any, _axis: Axis) -> list[Any]:
+        if isinstance(value, tuple):
+            return places
+        assert value == can_read[0]
+        return can_read
+
     made: Any = None if group is None else SimpleNamespace(name=lambda: group)
     axis = Axis("tp", len(places), 0, tuple(range(len(places))), made)
     with (
-        patch.object(comm, "all_gather_object", lambda *_: places),
-        patch.object(torch.cuda, "can_device_access_peer", lambda *_: are_peers),
+        patch.object(comm, "all_gather_object", gathered),
+        patch.object(torch.cuda, "device_count", lambda: 8),
+        patch.object(torch.cuda, "can_device_access_peer", lambda *_: can_read[0]),
     ):
         assert symmetric.can_share(axis, torch.device(device)) == shares
 

@@ -79,7 +79,7 @@ class Shape(NamedTuple):
 def _rows(x, index, sample, head, count, SHAPE: tl.constexpr):
     """Positions `index` [i] of a head -> [i, channels]; 0 beyond its end."""
     channel = tl.arange(0, SHAPE.channels)[None, :]
-    here = x.base + sample.to(tl.int64) * x.b + head * x.n + index[:, None].to(tl.int64) * x.s
+    here = x.base + sample.to(tl.int64) * x.b + tl.cast(head, tl.int64) * x.n + index[:, None].to(tl.int64) * x.s
     return tl.load(here + channel, mask=(index[:, None] < count) & (channel < SHAPE.size), other=0.0)
 
 
@@ -87,7 +87,7 @@ def _rows(x, index, sample, head, count, SHAPE: tl.constexpr):
 def _store(x, values, index, sample, head, count, SHAPE: tl.constexpr):
     """Write what `_rows` reads, in the dtype of the tensor."""
     channel = tl.arange(0, SHAPE.channels)[None, :]
-    here = x.base + sample.to(tl.int64) * x.b + head * x.n + index[:, None].to(tl.int64) * x.s
+    here = x.base + sample.to(tl.int64) * x.b + tl.cast(head, tl.int64) * x.n + index[:, None].to(tl.int64) * x.s
     mask = (index[:, None] < count) & (channel < SHAPE.size)
     tl.store(here + channel, values.to(x.base.dtype.element_ty), mask=mask)
 
