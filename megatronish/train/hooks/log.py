@@ -46,7 +46,7 @@ class Speed:
 class Troubles:
     """Counts since the last console line, as in Megatron-LM: steps skipped, and steps whose loss is not a number.
 
-    And rows of experts without room, for each of which a step was computed again.
+    And rows of experts that found no room, in steps that were computed again.
     """
 
     skipped: int = 0
