@@ -31,6 +31,7 @@ ROWS = (
         "parallel.block_codes",
         "parallel.bucketing",
         "parallel.comm",
+        "parallel.deep_ep",
         "parallel.disk",
         "parallel.pinned",
         "parallel.ranges",

@@ -11,7 +11,7 @@ from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.run import CheckpointConfig, LogConfig, ResilienceConfig
 from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
-from megatronish.core.layout import Layout, RowRoom, choices_of_an_expert
+from megatronish.core.layout import DeepEPNeeds, Layout, RowRoom, choices_of_an_expert
 from megatronish.core.names import OBJECTIVE_NAMES
 from megatronish.parallel.schedules.table import SCHEDULES
 
@@ -119,6 +119,12 @@ class Config:
         tokens = training.micro_batch_size * training.seq_length // layout.cp // layout.tp * etp
         room = self.parallel.row_room
         return rows_of_experts(self.model, room, tokens, ep, training.micro_batch_size, training.seq_length)
+
+    @property
+    def deep_ep_needs(self) -> DeepEPNeeds:
+        """What DeepEP would have to do."""
+        ep, precision = self.parallel.expert_model_parallel_size, self.training.precision
+        return DeepEPNeeds(ep, self.model.hidden_size, precision)
 
     @property
     def measures_logits(self) -> bool:

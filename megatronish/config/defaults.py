@@ -143,7 +143,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 SHARED_OVER_TP = {"sequence_parallel": "shares norms and dropout", "tp_comm_overlap": "hides exchanges"}
 EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-EXPERT_ROWS = ("moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity")
+EXPERT_ROWS = ("moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_dispatcher_type")
 
 
 class Derived(NamedTuple):
@@ -321,9 +321,9 @@ def _idle_recompute(config: Config, invalid: Collection[str]) -> list[str]:
 
 
 def _idle_rooms(parallel: ParallelConfig) -> list[str]:
-    """Note about rooms for rows that go nowhere."""
-    given = [name for name in EXPERT_ROWS if getattr(parallel, name)]
-    if not given or parallel.has_rooms:
+    """Note about ways for rows that go nowhere."""
+    given = [name for name in EXPERT_ROWS if getattr(parallel, name) != FIELDS[name].default]
+    if not given or parallel.expert_model_parallel_size > 1:
         return []
     return [f"{', '.join(given)}: idle, as expert_model_parallel_size is 1, and no row leaves its rank"]
 

@@ -67,6 +67,14 @@ class RowRoom(NamedTuple):
         return most
 
 
+class DeepEPNeeds(NamedTuple):
+    """What DeepEP would send: rows of so many elements, in this precision, among so many ranks of ep."""
+
+    ep: int
+    hidden_size: int
+    precision: str
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the mesh's axes, outermost first."""

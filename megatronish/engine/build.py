@@ -53,7 +53,8 @@ from megatronish.parallel.data_parallel.coded_weights import refuse_odd_rows
 from megatronish.parallel.data_parallel.data_parallel import DataParallel, DataParallelSettings
 from megatronish.parallel.data_parallel.fully_sharded import FullySharded
 from megatronish.parallel.data_parallel.zero import Zero
-from megatronish.parallel.mesh import Axis, Mesh
+from megatronish.parallel.deep_ep import exchange_of, why_not_deep_ep
+from megatronish.parallel.mesh import Axis, ExpertParallel, Mesh
 from megatronish.parallel.pipeline.cuda_graph import Record, ReplayingExecutor, record_on_cuda
 from megatronish.parallel.pipeline.executor import Boundary, Executor
 from megatronish.parallel.pipeline.stage import ModelStage, build_stage
@@ -127,7 +128,7 @@ def build_engine(
         num_positions=model.max_position_embeddings or training.seq_length,
         sequence_parallel=config.parallel.sequence_parallel,
         by_pieces=config.parallel.tp_comm_overlap_backend if config.multiplies_by_pieces else None,
-        room=config.parallel.row_room,
+        experts=experts_of(config, mesh),
         execution=execution_of(config, mesh),
         make_block=make_block,
         device=device,
@@ -256,6 +257,14 @@ def preparation_of(config: Config, scorer: Scorer, reference: Engine | None, mes
         compared = Scorer(reference.stage, reference.executor)
     needs_kl = OBJECTIVE_NAMES[config.training.objective].learns_from == "labelled"
     return PairPreparation(mesh, scorer, compared, needs_kl=needs_kl)
+
+
+def experts_of(config: Config, mesh: Mesh) -> ExpertParallel:
+    """How tokens go to experts: in rooms of so many rows, or by DeepEP where it is asked for and can."""
+    experts = replace(mesh.experts, room=config.parallel.row_room)
+    if not config.parallel.wants_deep_ep or why_not_deep_ep(config.deep_ep_needs, mesh.device.type) is not None:
+        return experts
+    return replace(experts, exchange=exchange_of(experts.ep, config.model.hidden_size))
 
 
 def execution_of(config: Config, mesh: Mesh) -> Execution:

@@ -18,7 +18,7 @@ parts of a sequence exchange their counts, [blocks, B, E] integers, and count on
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,46 @@ from megatronish.ops.grouped_mm import Groups
 from megatronish.ops.permutation import collect, is_fused, spread
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis
+
+
+class Route(Protocol):
+    """Route of rows to the experts and back, by all-to-all (`TokenRoute`) or by DeepEP (layers/deep_dispatch.py).
+
+    `sizes` are all that a recomputation needs to send the same rows to the same places, known once they were sent.
+    """
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that a token chooses."""
+        ...
+
+    @property
+    def groups(self) -> Groups:
+        """Rows of each local expert."""
+        ...
+
+    @property
+    def sizes(self) -> Any:
+        """Numbers of rows, and places."""
+        ...
+
+    @property
+    def lost(self) -> Tensor | None:
+        """Number of choices that found no room."""
+        ...
+
+    def to_experts(
+        self, x: Tensor, weights: Tensor, *, ep: Axis, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[T, D], [T, K] -> [N', D], a row for each choice of a local expert, and the weights for the way back.
+
+        `meanwhile` is called while rows are on their way to other ranks.
+        """
+        ...
+
+    def from_experts(self, rows: Tensor, weights: Tensor, *, ep: Axis) -> Tensor:
+        """[N', D] -> [T, D]: the weighted rows of a token, added, on its own rank."""
+        ...
 
 
 class RouteSizes(NamedTuple):
@@ -63,6 +103,16 @@ class TokenRoute(NamedTuple):
     groups: Groups
     lost: Tensor | None = None
 
+    def to_experts(
+        self, x: Tensor, weights: Tensor, *, ep: Axis, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows sorted by local expert; the weights stay here."""
+        return dispatch(x, self, ep=ep, meanwhile=meanwhile), weights
+
+    def from_experts(self, rows: Tensor, weights: Tensor, *, ep: Axis) -> Tensor:
+        """The weighted rows of each token."""
+        return combine(rows, weights, self, ep=ep)
+
 
 class _SentRows(NamedTuple):
     """Rows of choices as they are sent, and how many for each expert: see `TokenRoute`."""
@@ -92,7 +142,7 @@ def make_route(
     flat, num_choices, lost = choices.reshape(-1), choices.shape[1], None
     # int16 sorts three times as fast as int64.
     experts, order = flat.to(torch.int16 if num_experts <= 2**15 else torch.int32).sort(stable=True)
-    inverse = _inverse(order)
+    inverse = inverse_of(order)
     if ep.size == 1:
         if drops:
             inverse.masked_fill_(flat == num_experts, len(order))
@@ -109,7 +159,7 @@ def make_route(
     local_order = _arriving_experts(sizes, room).argsort(stable=True)
     order = order[: sum(sizes.sent)]
     lacks = room is not None or len(order) < len(flat)
-    local = local_order, _inverse(local_order)
+    local = local_order, inverse_of(local_order)
     return TokenRoute(num_choices, order, inverse, lacks, *local, sizes, sizes.groups, lost)
 
 
@@ -198,7 +248,8 @@ def combine(rows: Tensor, weights: Tensor, route: TokenRoute, *, ep: Axis) -> Te
     return _WeightedSum.apply(rows, weights, route.order, route.inverse, route.lacks)
 
 
-def _inverse(order: Tensor) -> Tensor:
+def inverse_of(order: Tensor) -> Tensor:
+    """[N] -> [N], the place of each number in an order of them."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return inverse

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatronish.layers.dispatch import TokenRoute, combine, dispatch
+from megatronish.layers.dispatch import Route
 from megatronish.layers.linear import ALONE, LinearLayer, linear
 from megatronish.layers.product import Product
 from megatronish.layers.recompute import recompute, restoring
@@ -200,7 +200,7 @@ class Experts(nn.Module):
         self,
         x: Tensor,
         weights: Tensor | None,
-        route: TokenRoute,
+        route: Route,
         *,
         restores: bool = False,
         meanwhile: Callable[[], None] | None = None,
@@ -218,10 +218,10 @@ class Experts(nn.Module):
             weights = x.new_ones(len(x), route.num_choices, dtype=torch.float32)
         else:
             weights = comm.gather_whole_sequence(weights, etp, sums=True)
-        rows = dispatch(x, route, ep=ep, meanwhile=meanwhile)  # [N', D]
+        rows, weights = route.to_experts(x, weights, ep=ep, meanwhile=meanwhile)  # [N', D]
         features = self.gate_up(rows, route.groups)
         activated = recompute(self.activate, features) if restores else self.activate(features)
         with restoring((activated,), lambda: (self.activate(features),), really=restores):
             rows = self.down(activated, route.groups)
-        y = combine(rows, weights, route, ep=ep)  # [etp T, D], one term of the sum over etp
+        y = route.from_experts(rows, weights, ep=ep)  # [etp T, D], one term of the sum over etp
         return comm.reduce_scatter_to_sequence(y, etp)

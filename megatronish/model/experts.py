@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.layers.dispatch import Capacity, TokenRoute, kept_choices, make_route
+from megatronish.layers.deep_dispatch import DeepRoute
+from megatronish.layers.dispatch import Capacity, Route, kept_choices, make_route
 from megatronish.layers.experts import Experts
 from megatronish.layers.recompute import HasParts, recompute_module
 from megatronish.layers.router import (
@@ -118,16 +119,7 @@ class MixtureOfExperts(HasParts):
         kept = self.kept(routing, context) if recorded is None else recorded.kept
         choices = routing.choices if kept is None else routing.choices.masked_fill(~kept, self.spec.num_experts)
         choices = comm.start_all_gather(choices, parallel.etp).wait()
-        route = make_route(
-            choices,
-            num_experts=self.spec.num_experts,
-            ep=parallel.ep,
-            drops=kept is not None,
-            room=self.room(len(choices), x.shape[1], context),
-            sizes=None if recorded is None else recorded.sizes,
-        )
-        if recorded is None:
-            context.routing.routings[self.layer] = RecordedRouting(routing.choices.to(torch.int16), kept, route.sizes)
+        route = self.route(choices, recorded, context, num_sequences=x.shape[1], drops=kept is not None)
 
         # 3. Balancing losses: their gradients start here, in the forward that has a graph.
         weights = routing.weights
@@ -145,6 +137,8 @@ class MixtureOfExperts(HasParts):
         compute_shared = partial(self._add_shared, shared, x, context)
         hides = self.shared is not None and parallel.ep.size > 1
         y = self._through_experts(tokens, weights, route, compute_shared if hides else None).view_as(own)
+        if recorded is None:
+            context.routing.routings[self.layer] = RecordedRouting(routing.choices.to(torch.int16), kept, route.sizes)
         if splits:
             y = comm.gather_whole_sequence(y, self.tp.axis, sums=False)
         if self.shared is not None:
@@ -153,8 +147,19 @@ class MixtureOfExperts(HasParts):
             y = y + shared.pop()
         return y
 
+    def route(
+        self, choices: Tensor, recorded: RecordedRouting | None, context: Context, *, num_sequences: int, drops: bool
+    ) -> Route:
+        """Route of choices [T, K] of tokens that are routed together, as it was `recorded` in a recomputation."""
+        parallel, num_experts = self.tp.experts, self.spec.num_experts
+        sizes = None if recorded is None else recorded.sizes
+        if parallel.exchange is not None:
+            return DeepRoute(parallel.exchange, choices, num_experts=num_experts, drops=drops, sent=sizes)
+        room = self.room(len(choices), num_sequences, context)
+        return make_route(choices, num_experts=num_experts, ep=parallel.ep, drops=drops, room=room, sizes=sizes)
+
     def _through_experts(
-        self, tokens: Tensor, weights: Tensor, route: TokenRoute, meanwhile: Callable[[], None] | None
+        self, tokens: Tensor, weights: Tensor, route: Route, meanwhile: Callable[[], None] | None
     ) -> Tensor:
         """[T, D] -> [T, D]: the chosen experts of each token, weighted."""
         restores = "moe_act" in self.recomputed

@@ -2,24 +2,23 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatronish.layers.dispatch import RouteSizes
 from megatronish.layers.router import Balance
 from megatronish.parallel.mesh import Axis
 
 
 class RecordedRouting(NamedTuple):
-    """Choices of this rank's tokens, [T, K] int16, which are kept, and the sizes of their route.
+    """Choices of this rank's tokens, [T, K] int16, which are kept, and the sizes of their route (`Route.sizes`).
 
     It is all that a recomputation needs.
     """
 
     choices: Tensor
     kept: Tensor | None
-    sizes: RouteSizes
+    sizes: Any
 
 
 @dataclass(frozen=True)

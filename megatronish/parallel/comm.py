@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from threading import get_ident
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,14 @@ from megatronish.watch.record import Entry
 T = TypeVar("T")
 
 
+class Work(Protocol):
+    """Collective that was started, of torch or of another library."""
+
+    def wait(self) -> Any:
+        """Have the current stream, or on a CPU this thread, wait for its end."""
+        ...
+
+
 class Pending:
     """Collective in progress over `axis`; `wait` returns its result. Keeps what is sent alive until then.
 
@@ -39,7 +47,7 @@ class Pending:
     def __init__(
         self,
         result: Tensor,
-        *works: dist.Work | None,
+        *works: Work | None,
         axis: Axis | None = None,
         source: Tensor | None = None,
         entry: Entry | None = None,
@@ -95,12 +103,12 @@ def _waiting(entry: Entry | None) -> AbstractContextManager[object]:
     return _WITHOUT_RECORD if entry is None else _Waiting(entry)
 
 
-def _entry(operation: str, x: Tensor, axis: Axis, layer: int | None = None) -> Entry | None:
+def entry_of(operation: str, x: Tensor, axis: Axis, layer: int | None = None) -> Entry | None:
     """Entry of a collective that is about to be called with x; None on an axis that has no record."""
     return None if axis.line is None else axis.line.enter(operation, x, layer)
 
 
-def _layer(axis: Axis) -> int | None:
+def layer_of(axis: Axis) -> int | None:
     """Number of the layer that this rank computes, for the entry of its backward."""
     return None if axis.line is None else axis.line.record.layer
 
@@ -119,7 +127,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum", *
     """
     if axis.size == 1:
         return Pending(x)
-    entry = _entry("all_reduce", x, axis, layer)
+    entry = entry_of("all_reduce", x, axis, layer)
     return Pending(x, dist.all_reduce(x, _REDUCTIONS[op], group=axis.group, async_op=True), axis=axis, entry=entry)
 
 
@@ -132,7 +140,7 @@ def start_all_gather(x: Tensor, axis: Axis, *, into: Tensor | None = None, layer
         return Pending(x)
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if into is None else into
-    entry = _entry("all_gather", x, axis, layer)
+    entry = entry_of("all_gather", x, axis, layer)
     work = _all_gather(whole, x, group=axis.group, async_op=True)
     return Pending(whole, work, axis=axis, source=x, entry=entry)
 
@@ -146,7 +154,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, *, into: Tensor | None = None, l
         return Pending(x)
     x = x.contiguous()
     piece = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if into is None else into
-    entry = _entry("reduce_scatter", x, axis, layer)
+    entry = entry_of("reduce_scatter", x, axis, layer)
     work = _reduce_scatter(piece, x, group=axis.group, async_op=True)
     return Pending(piece, work, axis=axis, source=x, entry=entry)
 
@@ -194,7 +202,7 @@ def piece_of(x: Tensor, axis: Axis) -> Tensor:
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.layer = axis, _layer(axis)
+        ctx.axis, ctx.layer = axis, layer_of(axis)
         return x.view_as(x)
 
     @staticmethod
@@ -217,7 +225,7 @@ class _ReduceFrom(torch.autograd.Function):
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.layer = axis, _layer(axis)
+        ctx.axis, ctx.layer = axis, layer_of(axis)
         return start_reduce_scatter(x, axis).wait()
 
     @staticmethod
@@ -228,7 +236,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.layer = axis, _layer(axis)
+        ctx.axis, ctx.layer = axis, layer_of(axis)
         return _exchange(x, axis)
 
     @staticmethod
@@ -239,7 +247,7 @@ class _AllToAll(torch.autograd.Function):
 def _exchange(x: Tensor, axis: Axis, *, layer: int | None = None) -> Tensor:
     x = x.contiguous()
     exchanged = torch.empty_like(x)
-    entry = _entry("all_to_all", x, axis, layer)
+    entry = entry_of("all_to_all", x, axis, layer)
     work = dist.all_to_all_single(exchanged, x, group=axis.group, async_op=True)
     return Pending(exchanged, work, axis=axis, source=x, entry=entry).wait()
 
@@ -247,7 +255,7 @@ def _exchange(x: Tensor, axis: Axis, *, layer: int | None = None) -> Tensor:
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received, ctx.layer = axis, sent, received, _layer(axis)
+        ctx.axis, ctx.sent, ctx.received, ctx.layer = axis, sent, received, layer_of(axis)
         return start_all_to_all_rows(x, axis, sent=sent, received=received).wait()
 
     @staticmethod
@@ -260,7 +268,7 @@ class _RowsInProgress:
     """An exchange of rows between its start and its end, forward and then backward."""
 
     def __init__(self, axis: Axis, sent: list[int], received: list[int]) -> None:
-        self.axis, self.sent, self.received, self.layer = axis, sent, received, _layer(axis)
+        self.axis, self.sent, self.received, self.layer = axis, sent, received, layer_of(axis)
         self.pending: Pending | None = None
 
     def start(self, x: Tensor, *, is_backward: bool = False) -> Tensor:
@@ -310,7 +318,7 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sums: bool) -> Tensor:
-        ctx.axis, ctx.sums, ctx.layer = axis, sums, _layer(axis)
+        ctx.axis, ctx.sums, ctx.layer = axis, sums, layer_of(axis)
         return start_all_gather(x, axis).wait()
 
     @staticmethod
@@ -323,7 +331,7 @@ class _GatherSequence(torch.autograd.Function):
 class _SplitSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.layer = axis, _layer(axis)
+        ctx.axis, ctx.layer = axis, layer_of(axis)
         return piece_of(x, axis)
 
     @staticmethod
@@ -372,7 +380,7 @@ def start_all_to_all_rows(
         return Pending(x)
     x = x.contiguous()
     arriving = x.new_empty(sum(received), *x.shape[1:])
-    entry = _entry("all_to_all_rows", x, axis, layer)
+    entry = entry_of("all_to_all_rows", x, axis, layer)
     work = dist.all_to_all_single(arriving, x, received, sent, group=axis.group, async_op=True)
     return Pending(arriving, work, axis=axis, source=x, entry=entry)
 
@@ -441,7 +449,7 @@ def start_shift(x: Tensor, axis: Axis, *, tag: int = 0, into: Tensor | None = No
         dist.P2POp(dist.isend, x, after, axis.group, tag),
         dist.P2POp(dist.irecv, arriving, before, axis.group, tag),
     ]
-    entry = _entry("shift", x, axis)
+    entry = entry_of("shift", x, axis)
     return Pending(arriving, *dist.batch_isend_irecv(transfers), axis=axis, source=x, entry=entry)
 
 

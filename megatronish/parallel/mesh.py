@@ -104,12 +104,14 @@ def dense_domain(tp: Axis) -> dict[str, Domain]:
 class ExpertParallel:
     """Expert parallelism of a layer: ranks of `ep` hold different experts, ranks of `etp` parts of the same ones.
 
-    `room` says how many rows a rank of ep sends each other one in training.
+    `room` says how many rows a rank of ep sends each other one in training. `exchange` sends them by DeepEP
+    (parallel/deep_ep.py), where it can.
     """
 
     ep: Axis = Axis("ep")
     etp: Axis = Axis("etp")
     room: RowRoom = AS_MANY_AS_THERE_ARE
+    exchange: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from megatronish.model.compiled import why_not_compiled
 from megatronish.ops.library import fuses_dropout
 from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
+from megatronish.parallel.deep_ep import why_not_deep_ep
 from megatronish.specs.adapter_targets import adapted_sections
 from megatronish.specs.attention import AttentionSpec
 from megatronish.specs.block_pattern import BlockPattern
@@ -106,7 +107,7 @@ def first_lines(
         ),
         *_experts(config, costs.uneven_bytes),
         *_prediction(config),
-        *(f"note: {note}" for note in [*notes, *_compiler(config, device_type)]),
+        *(f"note: {note}" for note in [*notes, *_compiler(config, device_type), *_dispatcher(config, device_type)]),
     ]
     return without_passwords("\n".join(lines))
 
@@ -138,6 +139,12 @@ def _islands(parallel: ParallelConfig, island_bytes: int | None) -> list[str]:
 def _compiler(config: Config, device_type: DeviceType) -> list[str]:
     """Why --compile compiles nothing, if so."""
     note = why_not_compiled(device_type) if config.training.compile else None
+    return [] if note is None else [note]
+
+
+def _dispatcher(config: Config, device_type: DeviceType) -> list[str]:
+    """Why DeepEP sends no tokens, if so."""
+    note = why_not_deep_ep(config.deep_ep_needs, device_type) if config.parallel.wants_deep_ep else None
     return [] if note is None else [note]
 
 

@@ -95,6 +95,7 @@ class Spread:
     """Rows that ranks of ep send each other, times the mean."""
     pads: bool = False
     """They send what the capacity of experts leaves."""
+    dispatcher: str = "alltoall"
     compile: str | None = None
     """The backend of torch.compile, with --compile."""
 
@@ -111,6 +112,7 @@ class Spread:
             context_parallel_size=self.layout.cp,
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp,
+            moe_token_dispatcher_type=self.dispatcher,  # type: ignore[arg-type]
             moe_expert_rank_capacity_factor=self.room,
             moe_pad_expert_input_to_capacity=self.pads,
             cp_comm_type=self.cp_comm_type,  # type: ignore[arg-type]

@@ -22,17 +22,24 @@ EXPERTS: dict[str, Known] = {
     "num-moe-experts": renamed("num_experts"),
     **all_idle(
         _SPEED,
-        switches="moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-enable-deepep "
+        switches="moe-grouped-gemm moe-permute-fusion moe-router-fusion "
         "moe-permute-fusion-into-hybridep moe-ncclep-zero-copy moe-single-grouped-weight moe-single-grouped-bias "
         "moe-use-grouped-tensor moe-hybridep-pad-uneven-dispatch-inputs use-grouped-gemm-for-shared-expert use-tutel "
         "overlap-moe-expert-parallel-comm overlap-dispatch-backward-with-experts-wgrad "
         "moe-pad-experts-for-cuda-graph-inference moe-paged-stash",
-        valued="moe-token-dispatcher-type moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-deepep-num-sms "
+        valued="moe-flex-dispatcher-num-sms moe-deepep-num-sms "
         "moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing moe-hybridep-num-blocks-permute "
         "moe-hybridep-num-blocks-unpermute moe-paged-stash-page-size moe-paged-stash-buffer-size-factor-cuda "
         "moe-paged-stash-buffer-size-factor-cpu moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size "
         "expert-tensor-parallel-num-weight-shards expert-gtp-weight-remat-size",
     ),
+    "moe-enable-deepep": Known(
+        "means",
+        "--moe-token-dispatcher-type deepep",
+        settings=(("moe_token_dispatcher_type", "deepep"),),
+        yields=True,
+    ),
+    "moe-flex-dispatcher-backend": idle("--moe-token-dispatcher-type flex is DeepEP's Buffer, of each backend", 1),
     "moe-shared-expert-overlap": idle("shared experts are always computed while rows go to the other experts"),
     **all_idle(
         _FP8,

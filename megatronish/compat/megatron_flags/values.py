@@ -12,6 +12,7 @@ VALUES: dict[str, Mapping[str, str]] = {
     "cp_comm_type": {"a2a+p2p": "p2p", "all_gather": "p2p", "allgather": "p2p"},
     "eval_iters": {"-1": "0"},
     "moe_router_load_balancing_type": {"aux_loss": "seq_aux_loss"},
+    "moe_token_dispatcher_type": {"allgather": "alltoall", "flex": "deepep"},
     "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     "window_size": {"-1": "none"},
 }
@@ -25,6 +26,8 @@ NOTED_VALUES = {("cp_comm_type", value): _MESSAGES for value in ("a2a+p2p", "all
         "aux_loss",
     ): "NOT AS ASKED: a loss over a micro-batch depends on its size and on the layout, one over each sequence does not"
 }
+
+NOTED_VALUES["moe_token_dispatcher_type", "allgather"] = _MESSAGES
 
 _BALANCED = "use seq_aux_loss, or none with --moe-router-enable-expert-bias and --moe-router-score-function sigmoid"
 

@@ -264,6 +264,21 @@ def _padding(config: Config) -> str | None:
     )
 
 
+def _rooms_by_deep_ep(config: Config) -> str | None:
+    """Complaint about rooms that DeepEP does not know."""
+    parallel = config.parallel
+    if config.model.num_experts is None or parallel.moe_token_dispatcher_type != "deepep":
+        return None
+    factor, pads = parallel.moe_expert_rank_capacity_factor, parallel.moe_pad_expert_input_to_capacity
+    if factor is None and not pads:
+        return None
+    asked = "moe_pad_expert_input_to_capacity" if factor is None else f"moe_expert_rank_capacity_factor={factor:g}"
+    return (
+        f"{asked} is of all-to-all, and moe_token_dispatcher_type=deepep counts tokens before they go; leave one of "
+        "both out"
+    )
+
+
 _FFN = ("ffn_hidden_size", "hidden_size", "swiglu", "geglu", "quick_geglu")
 _ROUTER = (
     "moe_router_enable_expert_bias",
@@ -330,6 +345,13 @@ RULES = (
         _shared_over_tp,
     ),
     ConfigRule(("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "num_experts"), _padding),
+    ConfigRule(
+        (
+            *("moe_token_dispatcher_type", "moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity"),
+            "num_experts",
+        ),
+        _rooms_by_deep_ep,
+    ),
     ConfigRule(
         (
             *_ROUTER,

@@ -30,6 +30,9 @@ class ParallelConfig:
         int | None, tyro.conf.arg(aliases=["--etp"]), at_least(1), at_most(100_000)
     ] = None
     """etp: ranks that share every expert. Derived: tp."""
+    moe_token_dispatcher_type: Literal["alltoall", "deepep"] = "alltoall"
+    """How tokens go to experts of other ranks: a row for each choice, or by DeepEP once to each rank, where its package
+    and GPUs are there (elsewhere alltoall)."""
     moe_expert_rank_capacity_factor: Annotated[float | None, at_least(1), at_most(2**31 - 1)] = None
     """Rows that a rank of ep sends each other one, times the mean: no host waits for numbers of rows. A step with more
     rows is computed again with all of them. Derived: as many as there are."""
@@ -127,6 +130,11 @@ class ParallelConfig:
     def row_room(self) -> RowRoom:
         """Rows that a rank of ep sends each other one."""
         return RowRoom(self.moe_expert_rank_capacity_factor, self.moe_pad_expert_input_to_capacity)
+
+    @property
+    def wants_deep_ep(self) -> bool:
+        """Whether tokens are to go to experts of other ranks by DeepEP."""
+        return self.moe_token_dispatcher_type == "deepep" and self.expert_model_parallel_size > 1
 
     @property
     def has_rooms(self) -> bool:

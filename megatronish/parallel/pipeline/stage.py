@@ -3,18 +3,17 @@
 Training, evaluation, generation, conversion and counting all build their modules here.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.core.errors import UserError
-from megatronish.core.layout import RowRoom
 from megatronish.model.block import MakeBlock
 from megatronish.model.gpt import GPT, Execution, ModelChunk
 from megatronish.model.table import MODELS
-from megatronish.parallel.mesh import AS_MANY_AS_THERE_ARE, Mesh, TensorParallel
+from megatronish.parallel.mesh import ExpertParallel, Mesh, TensorParallel
 from megatronish.parallel.schedules.plan import StageChunk
 from megatronish.parallel.sharding import Sharding, collect_shardings
 from megatronish.parallel.stages import Stages
@@ -44,17 +43,16 @@ def build_stage(
     num_positions: int,
     sequence_parallel: bool = False,
     by_pieces: Literal["p2p", "symm_mem"] | None = None,
-    room: RowRoom = AS_MANY_AS_THERE_ARE,
+    experts: ExpertParallel | None = None,
     execution: Execution | None = None,
     make_block: MakeBlock | None = None,
     device: torch.device | None = None,
 ) -> ModelStage:
     """The stage of this rank, with uninitialised fp32 parameters, by default on the mesh's device.
 
-    `make_block` None makes the blocks that the config names. `room` is that of rows on their way to experts, and
+    `make_block` None makes the blocks that the config names. `experts` says how tokens go to experts, and
     `by_pieces` says how products of a cut sequence get their pieces.
     """
-    experts = replace(mesh.experts, room=room)
     shares_memory = by_pieces == "symm_mem" and can_share(mesh.tp, mesh.device)
     places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
     with device or mesh.device:
@@ -62,7 +60,7 @@ def build_stage(
             config,
             vocab_size=vocab_size,
             num_positions=num_positions,
-            tp=TensorParallel(mesh.tp, sequence_parallel, experts, by_pieces is not None, shares_memory),
+            tp=TensorParallel(mesh.tp, sequence_parallel, experts or mesh.experts, by_pieces is not None, shares_memory),
             chunks=[
                 ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place)) for place in places
             ],

@@ -1,0 +1,165 @@
+"""Exchange of tokens and experts' ranks by DeepEP's kernels (the package deep_ep, its class Buffer), where they can run.
+
+All-to-all sends a token once for each expert that it has chosen. DeepEP sends it once to each rank that has any of
+them, and adds on the way back what ranks have made of it: over 8 ranks with 8 experts chosen two thirds of the rows,
+and over machines each goes once to a machine and by NVLink from there. Its kernels move bf16 and are for GPUs of
+NVIDIA.
+
+Its names and rules are those of DeepEP 1.2 (deep_ep/buffer.py, read in its source, and kept by later versions as the
+class of old). It has not run here, as it needs several GPUs; a stand-in over gloo with its rules takes its place in
+tests.
+"""
+
+import importlib
+import importlib.util
+import socket
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatronish.core.errors import UserError
+from megatronish.core.layout import DeepEPNeeds
+from megatronish.parallel import comm
+from megatronish.parallel.comm import Pending
+from megatronish.parallel.mesh import Axis
+
+PACKAGE = "deep_ep"
+PEERS = 8
+"""Ranks of a machine, which reach each other by NVLink: more are 8 on each of several machines."""
+ALIGNMENT = 16
+"""Bytes that its kernels copy at once: they divide a row."""
+
+
+class Sent(NamedTuple):
+    """Tokens that DeepEP has sent: all that a second exchange between the same places needs.
+
+    `handle` is DeepEP's own. Of the M tokens that have arrived `choices` int64 [M, K] are the local experts, -1 for
+    those of other ranks, `weights` fp32 [M, K] belong to them, and `counts` are the rows of each local expert.
+    """
+
+    handle: Any
+    choices: Tensor
+    weights: Tensor
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class _Event:
+    """An event of DeepEP's stream, waited for like a collective of torch."""
+
+    event: Any
+
+    def wait(self) -> None:
+        """Have the current stream wait for it."""
+        self.event.current_stream_wait()
+
+
+class Returning(NamedTuple):
+    """Sums [T, D] and, where weights were sent, [T, K]; both are there after the wait for the first."""
+
+    rows: Pending
+    weights: Tensor | None
+
+
+class TokenExchange:
+    """DeepEP's buffer of the ranks of one axis: every rank calls the same at the same time.
+
+    All is asynchronous: kernels run on a stream of DeepEP's own, and nothing may read a result before its wait.
+    """
+
+    def __init__(self, axis: Axis, buffer: Any, index_dtype: torch.dtype) -> None:
+        self.axis, self.index_dtype = axis, index_dtype
+        self._buffer: Any = buffer
+
+    def start(
+        self, x: Tensor, choices: Tensor, weights: Tensor, *, num_experts: int, layer: int | None = None
+    ) -> tuple[Pending, Sent]:
+        """Tokens [T, D] to the ranks of the experts that they choose, [T, K] with -1 for none: [M, D].
+
+        The host waits, once, until it knows how many arrive.
+        """
+        entry = comm.entry_of("deep_ep_dispatch", x, self.axis, layer)
+        choices, weights = choices.to(self.index_dtype).contiguous(), weights.float().contiguous()
+        x = x.contiguous()
+        options = self._options()
+        *layout, event = self._buffer.get_dispatch_layout(choices, num_experts, **options)
+        of_ranks, of_machines, of_experts, goes_to = layout
+        arriving, local, its_weights, counts, handle, event = self._buffer.dispatch(
+            x,
+            num_tokens_per_rank=of_ranks,
+            num_tokens_per_rdma_rank=of_machines,
+            num_tokens_per_expert=of_experts,
+            is_token_in_rank=goes_to,
+            topk_idx=choices,
+            topk_weights=weights,
+            **{**options, "previous_event": event},
+        )
+        return self._pending(arriving, event, x, entry), Sent(handle, local, its_weights, counts)
+
+    def start_again(self, x: Tensor, sent: Sent, *, layer: int | None = None) -> Pending:
+        """Other rows [T, D] to where tokens were sent: [M, D]."""
+        entry, x = comm.entry_of("deep_ep_dispatch", x, self.axis, layer), x.contiguous()
+        arriving, *_, event = self._buffer.dispatch(x, handle=sent.handle, **self._options())
+        return self._pending(arriving, event, x, entry)
+
+    def start_back(
+        self, rows: Tensor, sent: Sent, *, weights: Tensor | None = None, layer: int | None = None
+    ) -> Returning:
+        """Rows [M, D], and numbers [M, K], of tokens that were sent, back to these: their sums, [T, D] and [T, K]."""
+        entry, rows = comm.entry_of("deep_ep_combine", rows, self.axis, layer), rows.contiguous()
+        weights = None if weights is None else weights.float().contiguous()
+        sums, of_weights, event = self._buffer.combine(rows, sent.handle, topk_weights=weights, **self._options())
+        return Returning(self._pending(sums, event, rows, entry), of_weights)
+
+    def _options(self) -> dict[str, Any]:
+        """As of what this stream has computed until now, on DeepEP's stream, which has the results' memory."""
+        return {"previous_event": self._buffer.capture(), "async_finish": True, "allocate_on_comm_stream": True}
+
+    def _pending(self, result: Tensor, event: Any, source: Tensor, entry: Any) -> Pending:
+        return Pending(result, _Event(event), axis=self.axis, source=source, entry=entry)
+
+
+def why_not_deep_ep(needs: DeepEPNeeds, device_type: str) -> str | None:
+    """The reason why DeepEP does not run here, in one sentence; None where it can."""
+    reason = None
+    if device_type != "cuda":
+        reason = "its kernels are for GPUs"
+    elif importlib.util.find_spec(PACKAGE) is None:
+        reason = f"the package {PACKAGE} is not installed"
+    elif needs.precision != "bf16":
+        reason = f"it moves bf16, and this run computes in {needs.precision}"
+    elif needs.hidden_size * 2 % ALIGNMENT:
+        reason = f"hidden_size={needs.hidden_size} is not divisible by {ALIGNMENT // 2}"
+    elif _configs(needs.ep) is None:
+        reason = f"it has no settings for ep={needs.ep}"
+    return None if reason is None else f"tokens go to experts by all-to-all, and not by DeepEP: {reason}"
+
+
+def exchange_of(axis: Axis, hidden_size: int) -> TokenExchange:
+    """DeepEP's buffer over an axis, for rows of bf16; UserError where the axis does not lie on machines as it must."""
+    hosts = comm.all_gather_object(socket.gethostname(), axis)
+    groups = [hosts[start : start + PEERS] for start in range(0, axis.size, PEERS)]
+    if any(len(set(group)) > 1 for group in groups):
+        raise UserError(
+            f"DeepEP wants {min(PEERS, axis.size)} neighbours on ep={axis.size} on one machine, and ranks "
+            f"{', '.join(map(str, axis.ranks[:PEERS]))} are not; use --moe-token-dispatcher-type alltoall, or "
+            "--etp 1, which brings ranks of ep closer together"
+        )
+    library, row = importlib.import_module(PACKAGE), 2 * hidden_size
+    configs = _configs(axis.size)
+    assert configs is not None and axis.group is not None
+    near = max(config.get_nvl_buffer_size_hint(row, axis.size) for config in configs)
+    far = max(config.get_rdma_buffer_size_hint(row, axis.size) for config in configs) if len(groups) > 1 else 0
+    index_dtype = getattr(library, "topk_idx_t", torch.int64)
+    return TokenExchange(axis, library.Buffer(axis.group, near, far), index_dtype)
+
+
+def _configs(ep: int) -> tuple[Any, Any] | None:
+    """DeepEP's settings for so many ranks; None where it has none."""
+    buffer = importlib.import_module(PACKAGE).Buffer
+    try:
+        return buffer.get_dispatch_config(ep), buffer.get_combine_config(ep)
+    except AssertionError:
+        return None
