@@ -151,9 +151,9 @@ class _TokensBack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, exchange: TokenExchange, sent: Sent) -> Tensor:
-        ctx.exchange, ctx.sent, ctx.layer = exchange, sent, comm.layer_of(exchange.axis)
+        ctx.exchange, ctx.sent = exchange, sent
         return exchange.start_back(sums, sent).rows.wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.exchange.start_again(grads[0], ctx.sent, layer=ctx.layer).wait(), None, None
+        return ctx.exchange.start_again(grads[0], ctx.sent).wait(), None, None

@@ -24,6 +24,7 @@ from megatronish.core.layout import DeepEPNeeds
 from megatronish.parallel import comm
 from megatronish.parallel.comm import Pending
 from megatronish.parallel.mesh import Axis
+from megatronish.watch.record import Entry
 
 PACKAGE = "deep_ep"
 PEERS = 8
@@ -73,14 +74,12 @@ class TokenExchange:
         self.axis, self.index_dtype = axis, index_dtype
         self._buffer: Any = buffer
 
-    def start(
-        self, x: Tensor, choices: Tensor, weights: Tensor, *, num_experts: int, layer: int | None = None
-    ) -> tuple[Pending, Sent]:
+    def start(self, x: Tensor, choices: Tensor, weights: Tensor, *, num_experts: int) -> tuple[Pending, Sent]:
         """Tokens [T, D] to the ranks of the experts that they choose, [T, K] with -1 for none: [M, D].
 
         The host waits, once, until it knows how many arrive.
         """
-        entry = comm.entry_of("deep_ep_dispatch", x, self.axis, layer)
+        entry = self._enter_dispatch()
         choices, weights = choices.to(self.index_dtype).contiguous(), weights.float().contiguous()
         x = x.contiguous()
         options = self._options()
@@ -96,12 +95,14 @@ class TokenExchange:
             topk_weights=weights,
             **{**options, "previous_event": event},
         )
+        self._count(arriving)
         return self._pending(arriving, event, x, entry), Sent(handle, local, its_weights, counts)
 
-    def start_again(self, x: Tensor, sent: Sent, *, layer: int | None = None) -> Pending:
+    def start_again(self, x: Tensor, sent: Sent) -> Pending:
         """Other rows [T, D] to where tokens were sent: [M, D]."""
-        entry, x = comm.entry_of("deep_ep_dispatch", x, self.axis, layer), x.contiguous()
+        entry, x = self._enter_dispatch(), x.contiguous()
         arriving, *_, event = self._buffer.dispatch(x, handle=sent.handle, **self._options())
+        self._count(arriving)
         return self._pending(arriving, event, x, entry)
 
     def start_back(
@@ -117,7 +118,15 @@ class TokenExchange:
         """As of what this stream has computed until now, on DeepEP's stream, which has the results' memory."""
         return {"previous_event": self._buffer.capture(), "async_finish": True, "allocate_on_comm_stream": True}
 
-    def _pending(self, result: Tensor, event: Any, source: Tensor, entry: Any) -> Pending:
+    def _enter_dispatch(self) -> Entry | None:
+        return None if self.axis.line is None else self.axis.line.enter_objects("deep_ep_dispatch")
+
+    def _count(self, arriving: Tensor) -> None:
+        """Count the bytes of what arrives in the place of what is sent, of which the host knows no number."""
+        if self.axis.line is not None:
+            self.axis.line.count("deep_ep_dispatch", arriving)
+
+    def _pending(self, result: Tensor, event: Any, source: Tensor, entry: Entry | None) -> Pending:
         return Pending(result, _Event(event), axis=self.axis, source=source, entry=entry)
 
 

@@ -16,6 +16,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 
+PIECES_DIFFER = ("all_to_all_rows", "deep_ep_combine", "all_gather_object")
+"""Operations whose tensors may differ between the ranks of a line."""
+
+
 @dataclass(frozen=True)
 class Collective:
     """An entry of a rank's record in words: `where` is "layer 12, forward of micro-batch 3" or empty."""
@@ -38,8 +42,8 @@ class Collective:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What ranks of one line must agree on for one number. Pieces of all_to_all_rows and objects may differ."""
-        if self.operation in ("all_to_all_rows", "all_gather_object"):
+        """What ranks of one line must agree on for one number."""
+        if self.operation in PIECES_DIFFER:
             return (self.operation,)
         return self.operation, tuple(self.shape or ()), self.dtype
 

@@ -14,16 +14,13 @@ from struct import Struct
 from typing import Any
 
 from megatronish.core.private import private_folder
-from megatronish.watch.heartbeat import Collective
+from megatronish.watch.heartbeat import PIECES_DIFFER, Collective
 
 RING = 256
 _SLOT = Struct("<IIQ")  # line, kind, number
 _TABLE = RING * _SLOT.size  # where the table begins
 _SIZE = _TABLE + 2**17
 _UNKNOWN = 0  # kind of what found no room in the table
-
-PIECES_DIFFER = ("all_to_all_rows", "all_gather_object")
-"""Operations whose tensors may differ between the ranks of a line."""
 
 
 class SharedRing:

@@ -5,7 +5,7 @@ too, where `Buffer.moves` says so, as the theorem compares in fp32.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -58,15 +58,17 @@ class Buffer:
     """DeepEP's buffer of a group."""
 
     moves: ClassVar[set[torch.dtype]] = {torch.bfloat16}
+    sizes: ClassVar[Collection[int]] = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 
     def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
         assert num_nvl_bytes > 0 and (num_rdma_bytes > 0) == (group.size() > 8)
         self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.dtypes = self.moves
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """Settings for so many ranks."""
-        assert num_ranks in (2, 4, 8, 16, 24, 32, 48, 64), f"Unsupported number of EP ranks: {num_ranks}"
+        assert num_ranks in Buffer.sizes, f"Unsupported number of EP ranks: {num_ranks}"
         return Config(num_ranks)
 
     get_combine_config = get_dispatch_config
@@ -167,15 +169,16 @@ class Buffer:
         assert isinstance(options["previous_event"], EventOverlap) and options["async_finish"]
 
     def _check_rows(self, x: Tensor) -> None:
-        assert x.dim() == 2 and x.is_contiguous() and x.dtype in self.moves, (x.shape, x.dtype)
+        assert x.dim() == 2 and x.is_contiguous() and x.dtype in self.dtypes, (x.shape, x.dtype)
         assert x.shape[1] * x.element_size() % 16 == 0
 
 
-def install(patch: pytest.MonkeyPatch, *, moves_fp32: bool = True) -> None:
-    """Let DeepEP be there, and be used on a CPU."""
+def install(patch: pytest.MonkeyPatch, *, of_theorem: bool = True) -> None:
+    """Let DeepEP be there, and be used on a CPU; `of_theorem`: for fp32, and ep of any size."""
     module: Any = ModuleType("deep_ep")
     module.Buffer, module.topk_idx_t = Buffer, topk_idx_t
     patch.setitem(sys.modules, "deep_ep", module)
     patch.setattr(build, "why_not_deep_ep", lambda *_: None)
-    if moves_fp32:
+    if of_theorem:
         patch.setattr(Buffer, "moves", {torch.bfloat16, torch.float32})
+        patch.setattr(Buffer, "sizes", range(2, 9))

@@ -31,13 +31,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "mixed": {"moe_layer_freq": "2", "moe_router_pre_softmax": True, "moe_router_norm_topk_prob": True}
     | {"moe_z_loss_coeff": 0.01},
 }
-OWN = ("experts", "ep", "etp")
+OWN = ("experts", "ep", "etp", "dispatcher")
 
 
 def choices_of_experts(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    """Those of a dense model, and three of its own: experts, and how many ranks share them out and cut each.
+    """Those of a dense model, and four of its own: experts, how many ranks share them out and cut each, and how tokens go.
 
-    `ep`: one rank, or the fewest or the most that the layout can have.
+    `ep`: one rank, or the fewest or the most that the layout can have. `dispatcher`: DeepEP by its stand-in.
     """
     many = ranks_of_stage(layout) > 1
     of_layout = choices(layout)
@@ -46,6 +46,7 @@ def choices_of_experts(layout: Layout) -> dict[str, tuple[Any, ...]]:
         "experts": tuple(EXPERTS),
         "ep": ("one", "fewest", "most") if many else ("one",),
         "etp": ("one", "tp") if layout.tp > 1 else ("one",),
+        "dispatcher": ("alltoall", "deepep") if many else ("alltoall",),
     }
 
 
@@ -123,7 +124,7 @@ def expert_spread(layout: Layout, chosen: Chosen) -> Spread:
     ep = {"fewest": min, "most": max}[chosen["ep"]](able) if able and chosen["ep"] in ("fewest", "most") else 1
     if (ranks // ep) % spread.copies:
         spread = replace(spread, copies=1)
-    return replace(spread, ep=ep, etp=etp)
+    return replace(spread, ep=ep, etp=etp, dispatcher=chosen["dispatcher"])
 
 
 def all_expert_cases() -> list[tuple[Layout, Chosen]]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import deep_ep_stand_in
 import pytest
 import torch
 from adapted import draw_adapters
@@ -286,6 +287,8 @@ def build(mesh: Mesh, problem: Problem, spread: Spread) -> Engine:
         adapter=problem.adapter,
     )
     with pytest.MonkeyPatch.context() as patch:
+        if spread.dispatcher == "deepep":
+            deep_ep_stand_in.install(patch)
         if spread.compile is not None:
             patch.setattr(torch, "compile", partial(torch.compile, backend=spread.compile))
         engine = build_engine(config, mesh, vocab_size=VOCABULARY)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import deep_ep_stand_in
 import pytest
 import torch
 from comparison import aspects_that_differ, assert_same_training, serial
@@ -51,19 +50,8 @@ CASES: dict[str, tuple[str, Spread]] = {
 
 
 def trained(kind: str, spread: Spread, plant: Callable[[Patch], None] = no_mistake) -> list[Record]:
-    """What the ranks saw, by DeepEP."""
-    return run_ranks(spread.layout.world_size, planted_train, problem_with(kind), spread, _Planted(plant))
-
-
-class _Planted:
-    """DeepEP in a rank, and a mistake."""
-
-    def __init__(self, plant: Callable[[Patch], None]) -> None:
-        self.plant = plant
-
-    def __call__(self, patch: Patch) -> None:
-        deep_ep_stand_in.install(patch)
-        self.plant(patch)
+    """What the ranks saw."""
+    return run_ranks(spread.layout.world_size, planted_train, problem_with(kind), spread, plant)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -29,6 +29,8 @@ COLLECTIVES = {
     "reduce_scatter": ("reduce-scatter",),
     "all_to_all": ("all-to-all",),
     "all_to_all_rows": ("all-to-all",),
+    "deep_ep_dispatch": ("all-to-all",),
+    "deep_ep_combine": ("all-to-all",),
     "shift": ("send", "receive"),
     "send": ("send",),
     "receive": ("receive",),
