@@ -31,7 +31,7 @@ from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis
 
 
-class Route(Protocol):
+class ExpertRoute(Protocol):
     """Route of rows to the experts and back, by all-to-all (`TokenRoute`) or by DeepEP (layers/deep_dispatch.py).
 
     `sizes` are all that a recomputation needs to send the same rows to the same places, known once they were sent.

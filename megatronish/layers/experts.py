@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatronish.layers.dispatch import Route
+from megatronish.layers.dispatch import ExpertRoute
 from megatronish.layers.linear import ALONE, LinearLayer, linear
 from megatronish.layers.product import Product
 from megatronish.layers.recompute import recompute, restoring
@@ -200,7 +200,7 @@ class Experts(nn.Module):
         self,
         x: Tensor,
         weights: Tensor | None,
-        route: Route,
+        route: ExpertRoute,
         *,
         restores: bool = False,
         meanwhile: Callable[[], None] | None = None,

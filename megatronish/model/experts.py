@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.deep_dispatch import DeepRoute
-from megatronish.layers.dispatch import Capacity, Route, kept_choices, make_route
+from megatronish.layers.dispatch import Capacity, ExpertRoute, kept_choices, make_route
 from megatronish.layers.experts import Experts
 from megatronish.layers.recompute import HasParts, recompute_module
 from megatronish.layers.router import (
@@ -149,7 +149,7 @@ class MixtureOfExperts(HasParts):
 
     def route(
         self, choices: Tensor, recorded: RecordedRouting | None, context: Context, *, num_sequences: int, drops: bool
-    ) -> Route:
+    ) -> ExpertRoute:
         """Route of choices [T, K] of tokens that are routed together, as it was `recorded` in a recomputation."""
         parallel, num_experts = self.tp.experts, self.spec.num_experts
         sizes = None if recorded is None else recorded.sizes
@@ -159,7 +159,7 @@ class MixtureOfExperts(HasParts):
         return make_route(choices, num_experts=num_experts, ep=parallel.ep, drops=drops, room=room, sizes=sizes)
 
     def _through_experts(
-        self, tokens: Tensor, weights: Tensor, route: Route, meanwhile: Callable[[], None] | None
+        self, tokens: Tensor, weights: Tensor, route: ExpertRoute, meanwhile: Callable[[], None] | None
     ) -> Tensor:
         """[T, D] -> [T, D]: the chosen experts of each token, weighted."""
         restores = "moe_act" in self.recomputed

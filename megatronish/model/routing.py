@@ -11,7 +11,7 @@ from megatronish.parallel.mesh import Axis
 
 
 class RecordedRouting(NamedTuple):
-    """Choices of this rank's tokens, [T, K] int16, which are kept, and the sizes of their route (`Route.sizes`).
+    """Choices of this rank's tokens, [T, K] int16, which are kept, and the sizes of their route (`ExpertRoute.sizes`).
 
     It is all that a recomputation needs.
     """

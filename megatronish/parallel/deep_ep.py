@@ -1,4 +1,4 @@
-"""Exchange of tokens and experts' ranks by DeepEP's kernels (the package deep_ep, its class Buffer), where they can run.
+"""Exchange of tokens with the ranks of their experts by DeepEP (the package deep_ep, its class Buffer), where it can run.
 
 All-to-all sends a token once for each expert that it has chosen. DeepEP sends it once to each rank that has any of
 them, and adds on the way back what ranks have made of it: over 8 ranks with 8 experts chosen two thirds of the rows,

@@ -15,7 +15,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-
 PIECES_DIFFER = ("all_to_all_rows", "deep_ep_combine", "all_gather_object")
 """Operations whose tensors may differ between the ranks of a line."""
 

@@ -485,11 +485,16 @@ MEGATRONS = {
     **dict.fromkeys(
         (
             *("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"),
-            *("--moe-token-dispatcher-type alltoall", "--moe-flex-dispatcher-backend deepep", "--moe-enable-deepep"),
+            *("--moe-deepep-num-sms 20", "--moe-permute-fusion-into-hybridep"),
             *("--overlap-moe-expert-parallel-comm", "--moe-paged-stash"),
         ),
         "idle: it changes the speed of experts alone",
     ),
+    "--moe-token-dispatcher-type alltoall": "",
+    "--moe-token-dispatcher-type allgather": "is computed as alltoall: the numbers are the same, the messages are not",
+    "--moe-token-dispatcher-type flex": "moe_token_dispatcher_type: idle, as expert_model_parallel_size is 1",
+    "--moe-enable-deepep": "moe_token_dispatcher_type: idle, as expert_model_parallel_size is 1",
+    "--moe-flex-dispatcher-backend deepep": "idle: --moe-token-dispatcher-type flex is DeepEP's Buffer",
     "--moe-shared-expert-overlap": "idle: shared experts are always computed while rows go to the other experts",
     "--moe-per-layer-logging": "idle: the tokens of each expert",
     "--delay-wgrad-compute": "zb-h1 or zb-v computes weight gradients later",

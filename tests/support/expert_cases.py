@@ -35,7 +35,7 @@ OWN = ("experts", "ep", "etp", "dispatcher")
 
 
 def choices_of_experts(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    """Those of a dense model, and four of its own: experts, how many ranks share them out and cut each, and how tokens go.
+    """Those of a dense model, and four of its own: experts, how many ranks share and cut them, and how tokens go there.
 
     `ep`: one rank, or the fewest or the most that the layout can have. `dispatcher`: DeepEP by its stand-in.
     """
@@ -129,7 +129,7 @@ def expert_spread(layout: Layout, chosen: Chosen) -> Spread:
 
 def all_expert_cases() -> list[tuple[Layout, Chosen]]:
     """Every layout with the product of what experts are and of what they meet; the others as they were dealt."""
-    features = (*OWN, "sequence_parallel", "schedule", "cp_comm_type", "zero")
+    features = (*OWN[:3], "sequence_parallel", "schedule", "cp_comm_type", "zero")
     every = [choices_of_experts(layout) for layout in LAYOUTS]
     return [
         (layout, dealt | dict(zip(features, values, strict=True)))

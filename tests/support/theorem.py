@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import deep_ep_stand_in
+import numpy as np
 import pytest
 import torch
 from adapted import draw_adapters
@@ -288,7 +288,7 @@ def build(mesh: Mesh, problem: Problem, spread: Spread) -> Engine:
     )
     with pytest.MonkeyPatch.context() as patch:
         if spread.dispatcher == "deepep":
-            deep_ep_stand_in.install(patch)
+            deep_ep_stand_in.install(patch, of_theorem=not problem.bf16)
         if spread.compile is not None:
             patch.setattr(torch, "compile", partial(torch.compile, backend=spread.compile))
         engine = build_engine(config, mesh, vocab_size=VOCABULARY)

@@ -33,7 +33,10 @@ CASES: dict[str, tuple[str, Spread]] = {
     "ep over tp": ("softmax", TP2),
     "ep over tp, whole sequences": ("softmax", replace(TP2, sequence_parallel=False)),
     "ep and etp": ("softmax", Spread(Layout(dp=2, tp=2), 2, ep=2, etp=2, dispatcher="deepep")),
-    "ep over cp, all computed again": ("softmax", replace(DP2, layout=Layout(cp=2), micro_batch_size=4, recompute=FULL)),
+    "ep over cp, all computed again": (
+        "softmax",
+        replace(DP2, layout=Layout(cp=2), micro_batch_size=4, recompute=FULL),
+    ),
     "experts computed again": ("sigmoid", replace(DP2, recompute=MOE)),
     "stages": ("softmax", replace(DP2, layout=Layout(dp=2, pp=2), micro_batch_size=1, schedule="zb-h1")),
     "shared experts, biases of routers": ("sigmoid", replace(DP4, ep=2, zero=1)),
@@ -111,5 +114,5 @@ def test_a_mistake_in_the_exchange_is_found(plant: Callable[[Patch], None], show
 
 
 def test_tokens_that_are_read_before_they_arrive_are_found() -> None:
-    with pytest.raises(AssertionError, match="finite|nan|NaN"):
+    with pytest.raises(AssertionError, match=r"finite|nan|NaN"):
         trained("softmax", DP2, unfinished_tokens)

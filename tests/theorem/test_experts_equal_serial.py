@@ -29,7 +29,8 @@ from megatronish.core.layout import Layout
 
 def name_of_experts(layout: Layout, chosen: Chosen) -> str:
     spread = expert_spread(layout, chosen)
-    return f"{chosen['experts']}-ep{spread.ep}_etp{spread.etp}-{name_of(layout, chosen)}"
+    by = "-deep_ep" if spread.parallel.wants_deep_ep else ""
+    return f"{chosen['experts']}-ep{spread.ep}_etp{spread.etp}{by}-{name_of(layout, chosen)}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -63,10 +64,15 @@ HALF = [
     ),
     (Layout(dp=2, pp=2), {"experts": "capacity", "family": "gpt2", "ep": "most", "etp": "one"}, "bf16"),
     (Layout(dp=2, tp=2), {"experts": "sigmoid", "family": "llama", "ep": "most", "etp": "tp"}, "fp16"),
+    (
+        Layout(dp=2, tp=2),
+        {"experts": "sigmoid", "family": "llama", "ep": "most", "etp": "one", "dispatcher": "deepep"},
+        "bf16",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("layout", "main", "precision"), some_of(HALF, [HALF[0], HALF[3]]))
+@pytest.mark.parametrize(("layout", "main", "precision"), some_of(HALF, [HALF[0], HALF[3], HALF[4]]))
 def test_in_half_precision_a_layout_of_experts_is_as_near_to_fp32_as_one_process_is(
     layout: Layout, main: Chosen, precision: str
 ) -> None:

@@ -67,6 +67,14 @@ EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 24"
             "--moe-apply-probs-on-input",
             "moe_apply_probs_on_input is for one expert a token, and moe_router_topk=2; use --",
         ),
+        (
+            "--moe-token-dispatcher-type deepep --moe-expert-rank-capacity-factor 1.5",
+            "moe_expert_rank_capacity_factor=1.5 is of all-to-all, and moe_token_dispatcher_type=deepep .*; leave one",
+        ),
+        (
+            "--moe-token-dispatcher-type deepep --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+            "moe_pad_expert_input_to_capacity is of all-to-all, and moe_token_dispatcher_type=deepep .*; leave one",
+        ),
         ("--moe-router-topk 7", "moe_router_topk=7 must be at most num_experts=6; choose fewer"),
     ],
 )

@@ -60,7 +60,9 @@ def build_stage(
             config,
             vocab_size=vocab_size,
             num_positions=num_positions,
-            tp=TensorParallel(mesh.tp, sequence_parallel, experts or mesh.experts, by_pieces is not None, shares_memory),
+            tp=TensorParallel(
+                mesh.tp, sequence_parallel, experts or mesh.experts, by_pieces is not None, shares_memory
+            ),
             chunks=[
                 ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place)) for place in places
             ],
