@@ -262,7 +262,10 @@ def preparation_of(config: Config, scorer: Scorer, reference: Engine | None, mes
 def experts_of(config: Config, mesh: Mesh) -> ExpertParallel:
     """How tokens go to experts: in rooms of so many rows, or by DeepEP where it is asked for and can."""
     experts = replace(mesh.experts, room=config.parallel.row_room)
-    if not config.parallel.wants_deep_ep or why_not_deep_ep(config.deep_ep_needs, mesh.device.type) is not None:
+    is_dry = experts.ep.group is None or experts.ep.group.name() == "fake"
+    if is_dry or not config.parallel.wants_deep_ep:
+        return experts
+    if why_not_deep_ep(config.deep_ep_needs, mesh.device.type) is not None:
         return experts
     return replace(experts, exchange=exchange_of(experts.ep, config.model.hidden_size))
 

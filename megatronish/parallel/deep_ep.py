@@ -1,4 +1,4 @@
-"""Exchange of tokens with the ranks of their experts by DeepEP (the package deep_ep, its class Buffer), where it can run.
+"""Exchange of tokens with the ranks of experts by DeepEP (the package deep_ep, its class Buffer), where it can run.
 
 All-to-all sends a token once for each expert that it has chosen. DeepEP sends it once to each rank that has any of
 them, and adds on the way back what ranks have made of it: over 8 ranks with 8 experts chosen two thirds of the rows,
@@ -135,8 +135,8 @@ def why_not_deep_ep(needs: DeepEPNeeds, device_type: str) -> str | None:
     reason = None
     if device_type != "cuda":
         reason = "its kernels are for GPUs"
-    elif importlib.util.find_spec(PACKAGE) is None:
-        reason = f"the package {PACKAGE} is not installed"
+    elif (trouble := _trouble_of_package()) is not None:
+        reason = trouble
     elif needs.precision != "bf16":
         reason = f"it moves bf16, and this run computes in {needs.precision}"
     elif needs.hidden_size * 2 % ALIGNMENT:
@@ -163,6 +163,17 @@ def exchange_of(axis: Axis, hidden_size: int) -> TokenExchange:
     far = max(config.get_rdma_buffer_size_hint(row, axis.size) for config in configs) if len(groups) > 1 else 0
     index_dtype = getattr(library, "topk_idx_t", torch.int64)
     return TokenExchange(axis, library.Buffer(axis.group, near, far), index_dtype)
+
+
+def _trouble_of_package() -> str | None:
+    """What is wrong with the package; None where it can be used."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return f"the package {PACKAGE} is not installed"
+    try:
+        has_buffer = hasattr(importlib.import_module(PACKAGE), "Buffer")
+    except (ImportError, OSError) as error:  # of a library that it was built for
+        return f"the package {PACKAGE} cannot be loaded ({next(iter(str(error).splitlines()), type(error).__name__)})"
+    return None if has_buffer else f"the package {PACKAGE} has no class Buffer"
 
 
 def _configs(ep: int) -> tuple[Any, Any] | None:

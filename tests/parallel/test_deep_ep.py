@@ -5,7 +5,9 @@ GPUs; a stand-in over gloo with its rules takes its place.
 """
 
 import socket
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import deep_ep_stand_in
@@ -65,6 +67,25 @@ def test_deep_ep_is_not_used_where_it_is_not_installed() -> None:
     assert why_not_deep_ep(NEEDS, "cuda") == (
         "tokens go to experts by all-to-all, and not by DeepEP: the package deep_ep is not installed"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise ImportError('libnvshmem.so: cannot open')", "cannot be loaded (libnvshmem.so: cannot open)"),
+        ("raise OSError", "cannot be loaded (OSError)"),
+        ("", "has no class Buffer"),
+    ],
+)
+def test_a_package_that_does_not_load_is_named(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep_ep.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    answer = why_not_deep_ep(NEEDS, "cuda")
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    assert answer == f"tokens go to experts by all-to-all, and not by DeepEP: the package deep_ep {said}"
 
 
 def train_on_hosts(place: Place, hosts: list[str]) -> None:
