@@ -67,6 +67,12 @@ class RowRoom(NamedTuple):
         return most
 
 
+def ranks_of_a_token(*, num_chosen: int, num_experts: int, ep: int) -> float:
+    """Ranks of ep that the experts of a token lie on, in the mean of all choices."""
+    others = num_experts - num_experts // ep
+    return ep * (1 - math.comb(others, num_chosen) / math.comb(num_experts, num_chosen))
+
+
 class DeepEPNeeds(NamedTuple):
     """What DeepEP would send: rows of so many elements, in this precision, among so many ranks of ep."""
 

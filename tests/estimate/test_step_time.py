@@ -225,6 +225,15 @@ def test_experts_take_as_long_as_the_bytes_that_the_engine_sends(layout: str, ro
     assert passes.forward.experts + passes.backward.experts == pytest.approx(seconds, rel=5e-3)
 
 
+def test_by_deep_ep_a_token_goes_once_to_a_rank() -> None:
+    """Of 8 experts 2 chosen: over 4 ranks of two each, 4 (1 - 15/28) ranks a token, and not 2."""
+    rows, tokens = (
+        passes_of("ep=4,zero=1", f"--num-experts 8 --moe-token-dispatcher-type {by}").forward.experts
+        for by in ("alltoall", "deepep")
+    )
+    assert tokens / rows == pytest.approx(4 * (1 - 15 / 28) / 2, rel=1e-2)
+
+
 def layout_of(text: str) -> tuple[int, int]:
     sizes = dict(part.split("=") for part in text.split(",") if "=" in part)
     return int(sizes["ep"]), int(sizes.get("etp", 1))

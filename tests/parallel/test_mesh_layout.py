@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from megatronish.core.layout import AXES, Coordinates, Layout
+from megatronish.core.layout import AXES, Coordinates, Layout, ranks_of_a_token
 
 LAYOUTS = [Layout(*sizes) for sizes in product(range(1, 25), repeat=4) if prod(sizes) <= 24]
 AXIS_SETS = [axes for count in range(5) for axes in combinations(AXES, count)]
@@ -73,3 +73,13 @@ def test_an_axis_without_ranks_is_refused(axis: str) -> None:
 def test_a_layout_names_its_axes() -> None:
     assert str(Layout(pp=2, dp=3, tp=4)) == "dp 3 x tp 4 x pp 2"
     assert str(Layout(cp=2)) == "dp 1 x tp 1 x pp 1 x cp 2"
+
+
+@pytest.mark.parametrize(("num_experts", "num_chosen", "ep"), [(8, 2, 4), (8, 3, 2), (6, 1, 3), (4, 4, 2)])
+def test_ranks_of_a_token_are_the_mean_over_all_choices(num_experts: int, num_chosen: int, ep: int) -> None:
+    ranks = [
+        len({expert // (num_experts // ep) for expert in chosen})
+        for chosen in combinations(range(num_experts), num_chosen)
+    ]
+    expected = ranks_of_a_token(num_chosen=num_chosen, num_experts=num_experts, ep=ep)
+    assert expected == pytest.approx(sum(ranks) / len(ranks), rel=1e-12)

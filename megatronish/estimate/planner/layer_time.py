@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatronish.config.config import rows_of_experts
-from megatronish.core.layout import RowRoom
+from megatronish.core.layout import RowRoom, ranks_of_a_token
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes
 from megatronish.estimate.costs.layer_kind_memory import LayerKind
 from megatronish.estimate.planner.device_speed import Efficiencies, Links, Machine, gradient_seconds, product_seconds
@@ -469,9 +469,13 @@ class LayerClock:
         if all(linear.copies == 1 for linear in row.linears):
             return 0.0
         tokens = self.tokens(candidate) // mesh.tp * mesh.etp
-        _even, rows = rows_of_experts(
+        _even, sent = rows_of_experts(
             work.model, work.row_room, tokens, mesh.ep, candidate.micro_batch, work.seq_length
         )
+        rows = float(sent)
+        if work.by_deep_ep:
+            num_experts = max(linear.copies for linear in row.linears)
+            rows = tokens * ranks_of_a_token(num_chosen=work.model.moe_router_topk, num_experts=num_experts, ep=mesh.ep)
         width = work.element_bytes * work.model.hidden_size
         exchange = 2 * self.links.all_to_all(mesh.ep, mesh.etp, width * rows) if mesh.ep > 1 else 0.0
         gathers = 2 * self.links.gather(mesh.etp, 1, width * tokens) if mesh.etp > 1 else 0.0

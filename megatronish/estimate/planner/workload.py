@@ -70,6 +70,8 @@ class Workload:
     """Whether each forward finds the largest logits of attention (QK-clip)."""
     row_room: RowRoom = field(default_factory=RowRoom)
     """Rows of tokens that ranks of ep send each other, where those are as many in every step."""
+    by_deep_ep: bool = False
+    """Whether a token goes once to a rank with its experts, and not once for each of these."""
     extra_forwards: int = 0
     """Forward passes over the micro-batches of a step besides its own: of a reference, and for KTO of the model."""
 
@@ -101,6 +103,7 @@ class Workload:
             disk=disk_traffic(config),
             measures_logits=config.measures_logits,
             row_room=parallel.row_room,
+            by_deep_ep=parallel.moe_token_dispatcher_type == "deepep" and training.precision == "bf16",
             extra_forwards=(config.reference in ("model", "adapters-off"))
             + (OBJECTIVE_NAMES[training.objective].learns_from == "labelled"),
         )
