@@ -91,6 +91,14 @@ CASES = {
     "ahead, Llama 4's experts": Together(
         *(Layout(pp=2), {"schedule": "zb-v", "num_microbatches": 3}, llama4), ("moe_act", "layernorm"), "softmax"
     ),
+    "Llama 4's experts by DeepEP": Together(
+        *(Layout(dp=2, tp=2), {"ep": "most", "dispatcher": "deepep", "sequence_parallel": True}),
+        *(llama4, ("moe_act", "layernorm"), "softmax"),
+    ),
+    "experts ahead by DeepEP, zb-v": Together(
+        *(Layout(dp=2, pp=2), {"schedule": "zb-v", "num_microbatches": 3, "ep": "most", "dispatcher": "deepep"}),
+        *(mixed, ("moe", "shared_experts"), "sigmoid"),
+    ),
     "ahead, SparseMixer": Together(
         *(Layout(dp=2), {"ep": "most", "zero": 3}),
         *({**MIXED, "moe_router_norm_topk_prob": False, **AHEAD}, ("moe_act", "layernorm"), "softmax"),
@@ -131,6 +139,11 @@ COMPILED = {
     ),
     "Llama 4, shared experts meanwhile": Together(
         *(Layout(dp=2), USUAL | {"ep": "most"}),
+        lambda model: llama4(model) | {"mtp_num_layers": None},
+        experts="softmax",
+    ),
+    "Llama 4 by DeepEP, shared experts meanwhile": Together(
+        *(Layout(dp=2), USUAL | {"ep": "most", "dispatcher": "deepep"}),
         lambda model: llama4(model) | {"mtp_num_layers": None},
         experts="softmax",
     ),
