@@ -1,7 +1,8 @@
 """Config of a run: its sections, and values derived from several sections."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Self
 
 from megatronish.config.plugins import PluginsConfig
 from megatronish.config.sections.data import ChatConfig, DataConfig, FimConfig
@@ -51,6 +52,14 @@ class Config:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+
+    def with_fields(self, **values: Any) -> Self:
+        """Copy with these values of fields of any section."""
+        sections = {name: section for section, of_section in vars(self).items() for name in vars(of_section)}
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            changed.setdefault(sections[name], {})[name] = value
+        return replace(self, **{section: replace(getattr(self, section), **of) for section, of in changed.items()})
 
     @property
     def layout(self) -> Layout:
