@@ -1,6 +1,7 @@
 """Config of a run: its sections, and values derived from several sections."""
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,10 +56,9 @@ class Config:
 
     def with_fields(self, **values: Any) -> Self:
         """Copy with these values of fields of any section."""
-        sections = {name: section for section, of_section in vars(self).items() for name in vars(of_section)}
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            changed.setdefault(sections[name], {})[name] = value
+            changed.setdefault(_section_of_fields()[name], {})[name] = value
         return replace(self, **{section: replace(getattr(self, section), **of) for section, of in changed.items()})
 
     @property
@@ -149,3 +149,9 @@ class Config:
     def tensorboard_dir(self) -> Path:
         """Folder of TensorBoard's files."""
         return Path(self.log.tensorboard_dir) if self.log.tensorboard_dir else self.run_dir / "tensorboard"
+
+
+@cache
+def _section_of_fields() -> dict[str, str]:
+    """Name of the section of each field."""
+    return {name: section for section, of_section in vars(Config()).items() for name in vars(of_section)}
