@@ -238,6 +238,7 @@ def test_a_probe_of_this_machine_calibrates_a_device(tmp_path: Path, capsys: pyt
     assert "calibrated: matrix products and host of" in out
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_a_probe_measures_the_links_of_the_ranks_of_a_machine(tmp_path: Path) -> None:
     measured = tmp_path / "probe.jsonl"
