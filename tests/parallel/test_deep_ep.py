@@ -219,11 +219,11 @@ def train_without_nvlink(place: Place) -> None:
 
 @pytest.mark.processes
 def test_a_buffer_that_cannot_be_made_is_a_sentence() -> None:
-    with pytest.raises(RankError) as error:
+    # Whichever rank is first to fail.
+    with pytest.raises(
+        RankError, match=r"could not make its buffer for ep=2 on rank [01] \(PCIe GPUs only have pairwise"
+    ):
         run_ranks(2, train_without_nvlink)
-    assert "DeepEP could not make its buffer for ep=2 on rank 0 (PCIe GPUs only have pairwise NVLink" in str(
-        error.value
-    )
 
 
 def buffers_of_two_models(place: Place) -> int:
