@@ -132,8 +132,10 @@ class Config:
     @property
     def deep_ep_needs(self) -> DeepEPNeeds:
         """What DeepEP would have to do."""
-        ep, precision = self.parallel.expert_model_parallel_size, self.training.precision
-        return DeepEPNeeds(ep, self.model.hidden_size, precision)
+        model, ep = self.model, self.parallel.expert_model_parallel_size
+        return DeepEPNeeds(
+            ep, model.hidden_size, self.training.precision, model.num_experts or 0, model.moe_router_topk
+        )
 
     @property
     def measures_logits(self) -> bool:

@@ -74,11 +74,16 @@ def ranks_of_a_token(*, num_chosen: int, num_experts: int, ep: int) -> float:
 
 
 class DeepEPNeeds(NamedTuple):
-    """What DeepEP would send: rows of so many elements, in this precision, among so many ranks of ep."""
+    """What DeepEP would send: rows of so many elements, in this precision, among so many ranks of ep.
+
+    Each goes to the ranks that have some of the `num_chosen` experts of `num_experts`.
+    """
 
     ep: int
     hidden_size: int
     precision: str
+    num_experts: int
+    num_chosen: int
 
 
 @dataclass(frozen=True)

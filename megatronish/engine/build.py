@@ -53,7 +53,7 @@ from megatronish.parallel.data_parallel.coded_weights import refuse_odd_rows
 from megatronish.parallel.data_parallel.data_parallel import DataParallel, DataParallelSettings
 from megatronish.parallel.data_parallel.fully_sharded import FullySharded
 from megatronish.parallel.data_parallel.zero import Zero
-from megatronish.parallel.deep_ep import exchange_of, why_not_deep_ep
+from megatronish.parallel.deep_ep import exchange_of, runs_on
 from megatronish.parallel.mesh import Axis, ExpertParallel, Mesh
 from megatronish.parallel.pipeline.cuda_graph import Record, ReplayingExecutor, record_on_cuda
 from megatronish.parallel.pipeline.executor import Boundary, Executor
@@ -113,7 +113,7 @@ def build_engine(
     are, for a dry run.
     """
     assert config.layout == mesh.layout, "the mesh is not that of the config"
-    model, training = config.model, config.training
+    model, training, mesh = config.model, config.training, replace(mesh, experts=experts_of(config, mesh))
     objective = with_depths(objective or objective_of(config), model)
     settings = DataParallelSettings.of(config.parallel, DTYPES[training.precision])
     stages = Stages.of(config.parallel, model, vocab_size=vocab_size, seq_length=training.seq_length)
@@ -128,7 +128,6 @@ def build_engine(
         num_positions=model.max_position_embeddings or training.seq_length,
         sequence_parallel=config.parallel.sequence_parallel,
         by_pieces=config.parallel.tp_comm_overlap_backend if config.multiplies_by_pieces else None,
-        experts=experts_of(config, mesh),
         execution=execution_of(config, mesh),
         make_block=make_block,
         device=device,
@@ -260,12 +259,15 @@ def preparation_of(config: Config, scorer: Scorer, reference: Engine | None, mes
 
 
 def experts_of(config: Config, mesh: Mesh) -> ExpertParallel:
-    """How tokens go to experts: in rooms of so many rows, or by DeepEP where it is asked for and can."""
+    """How tokens go to experts: in rooms of so many rows, or by DeepEP where it is asked for and can.
+
+    A frozen model on the mesh of an engine has the buffer of that engine.
+    """
     experts = replace(mesh.experts, room=config.parallel.row_room)
     is_dry = experts.ep.group is None or experts.ep.group.name() == "fake"
-    if is_dry or not config.parallel.wants_deep_ep:
+    if is_dry or not config.parallel.wants_deep_ep or experts.exchange is not None:
         return experts
-    if why_not_deep_ep(config.deep_ep_needs, mesh.device.type) is not None:
+    if not runs_on(experts.ep, config.deep_ep_needs, mesh.device.type):
         return experts
     return replace(experts, exchange=exchange_of(experts.ep, config.model.hidden_size))
 

@@ -58,6 +58,9 @@ class DeepRoute:
             meanwhile()
         tokens, weights = _EndTokens.apply(tokens, weights, under_way)
         assert self.sizes is not None
+        # Once they are there, what is kept until the backward or for a recomputation takes a quarter.
+        small = torch.int16 if len(self.sizes.counts) < 2**15 else torch.int32
+        self.sizes = self.sizes._replace(choices=self.sizes.choices.to(small))
         self._local = _local_route(self.sizes)
         return dispatch.dispatch(tokens, self._local, ep=HERE), weights
 
@@ -65,7 +68,7 @@ class DeepRoute:
         """[N', D], [M, K] -> [T, D]: the weighted rows of each token."""
         assert ep is self.exchange.axis and self._local is not None and self.sizes is not None
         sums = dispatch.combine(rows, weights, self._local, ep=HERE)  # [M, D]
-        back: Tensor = _TokensBack.apply(sums, self.exchange, self.sizes)
+        back: Tensor = _TokensBack.apply(sums, self.exchange, self.sizes.handle)
         return back
 
 
@@ -73,10 +76,11 @@ def _local_route(sent: Sent) -> TokenRoute:
     """Route of the tokens that have arrived to this rank's experts; choices of other ranks' are none of its rows."""
     counts, number = sent.counts, sum(sent.counts)
     flat = sent.choices.flatten()
-    flat = flat.masked_fill(flat < 0, len(counts)).to(torch.int16 if len(counts) < 2**15 else torch.int32)
-    order = flat.sort(stable=True).indices
+    order = flat.masked_fill(flat < 0, len(counts)).sort(stable=True).indices
     groups = Groups.of(tuple(counts), flat.device)
-    sizes = RouteSizes(torch.tensor([counts], device=flat.device), [number], [number], groups)
+    # Without `non_blocking` the host would wait here until the tokens have arrived, in each recomputation, too.
+    arriving = torch.tensor([counts]).to(flat.device, non_blocking=True)
+    sizes = RouteSizes(arriving, [number], [number], groups)
     inverse = dispatch.inverse_of(order)
     return TokenRoute(sent.choices.shape[1], order[:number], inverse, True, None, None, sizes, groups)
 
@@ -95,7 +99,7 @@ class _TokensInProgress:
         if route.sizes is None:
             self.pending, route.sizes = exchange.start(x, route.choices, weights, num_experts=route.num_experts)
         else:  # a recomputation: the same weights to the same places
-            self.pending = exchange.start_again(x, route.sizes)
+            self.pending = exchange.start_again(x, route.sizes.handle)
         return self.pending.unfinished, route.sizes.weights.view_as(route.sizes.weights)
 
     def end(self) -> None:
@@ -107,7 +111,8 @@ class _TokensInProgress:
     def start_back(self, rows: Tensor, weights: Tensor | None) -> None:
         """Let gradients go back, [M, D] and [M, K]."""
         assert self.route.sizes is not None
-        self.returning = self.route.exchange.start_back(rows, self.route.sizes, weights=weights, layer=self.layer)
+        handle = self.route.sizes.handle
+        self.returning = self.route.exchange.start_back(rows, handle, weights=weights, layer=self.layer)
 
     def end_back(self) -> tuple[Tensor, Tensor | None]:
         """Their sums, [T, D] and [T, K], waited for."""
@@ -150,10 +155,10 @@ class _TokensBack(torch.autograd.Function):
     """[M, D] -> [T, D]: sums of what ranks have made of a token; backward sends its gradient to them again."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, exchange: TokenExchange, sent: Sent) -> Tensor:
-        ctx.exchange, ctx.sent = exchange, sent
-        return exchange.start_back(sums, sent).rows.wait()
+    def forward(ctx: Any, sums: Tensor, exchange: TokenExchange, handle: Any) -> Tensor:
+        ctx.exchange, ctx.handle = exchange, handle
+        return exchange.start_back(sums, handle).rows.wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.exchange.start_again(grads[0], ctx.sent).wait(), None, None
+        return ctx.exchange.start_again(grads[0], ctx.handle).wait(), None, None

@@ -9,6 +9,7 @@ The vector is cut where the features are cut, and nothing is sent over tp.
 from collections.abc import Collection
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatronish.layers.experts import DOMAIN, StackedLinear
@@ -95,8 +96,9 @@ class GroupedIA3(nn.Module):
     def scaled_input(self, x: Tensor, groups: Groups) -> Tensor:
         """[N, F / etp] -> [N, F / etp], rows sorted by expert."""
         rows = torch.arange(len(x), dtype=groups.ends.dtype, device=x.device)
-        expert = torch.searchsorted(groups.ends, rows, right=True)  # behind the last group: any
-        return x * self.down.l.index_select(0, expert.clamp(max=len(groups.ends) - 1))
+        expert = torch.searchsorted(groups.ends, rows, right=True)
+        # Rows behind the last group have any values, and so have their gradients: these go to a vector of no expert.
+        return x * F.pad(self.down.l, (0, 0, 0, 1)).index_select(0, expert)
 
     def forward(self, _x: Tensor, y: Tensor, _groups: Groups) -> Tensor:
         """The layer's output, unchanged."""

@@ -30,13 +30,18 @@ PACKAGE = "deep_ep"
 PEERS = 8
 """Ranks of a machine, which reach each other by NVLink: more are 8 on each of several machines."""
 ALIGNMENT = 16
-"""Bytes that its kernels copy at once: they divide a row."""
+"""Elements of bf16 that divide a row: its kernels take a row by halves, and 16 bytes of these at once."""
+ROW_BYTES = 2**14
+"""Bytes that its kernels have room for on an SM: a row, what it brings along, and a barrier."""
+EXPERTS_OF_A_RANK = 128
+CHOICES = 32
+"""Threads of a block that count experts, and of a warp that copies a token's choices: it has no more of each."""
 
 
 class Sent(NamedTuple):
     """Tokens that DeepEP has sent: all that a second exchange between the same places needs.
 
-    `handle` is DeepEP's own. Of the M tokens that have arrived `choices` int64 [M, K] are the local experts, -1 for
+    `handle` is DeepEP's own. Of the M tokens that have arrived `choices` [M, K] are the local experts, -1 for
     those of other ranks, `weights` fp32 [M, K] belong to them, and `counts` are the rows of each local expert.
     """
 
@@ -98,20 +103,20 @@ class TokenExchange:
         self._count(arriving)
         return self._pending(arriving, event, x, entry), Sent(handle, local, its_weights, counts)
 
-    def start_again(self, x: Tensor, sent: Sent) -> Pending:
-        """Other rows [T, D] to where tokens were sent: [M, D]."""
+    def start_again(self, x: Tensor, handle: Any) -> Pending:
+        """Other rows [T, D] to where tokens were sent with this `handle`: [M, D]."""
         entry, x = self._enter_dispatch(), x.contiguous()
-        arriving, *_, event = self._buffer.dispatch(x, handle=sent.handle, **self._options())
+        arriving, *_, event = self._buffer.dispatch(x, handle=handle, **self._options())
         self._count(arriving)
         return self._pending(arriving, event, x, entry)
 
     def start_back(
-        self, rows: Tensor, sent: Sent, *, weights: Tensor | None = None, layer: int | None = None
+        self, rows: Tensor, handle: Any, *, weights: Tensor | None = None, layer: int | None = None
     ) -> Returning:
         """Rows [M, D], and numbers [M, K], of tokens that were sent, back to these: their sums, [T, D] and [T, K]."""
         entry, rows = comm.entry_of("deep_ep_combine", rows, self.axis, layer), rows.contiguous()
         weights = None if weights is None else weights.float().contiguous()
-        sums, of_weights, event = self._buffer.combine(rows, sent.handle, topk_weights=weights, **self._options())
+        sums, of_weights, event = self._buffer.combine(rows, handle, topk_weights=weights, **self._options())
         return Returning(self._pending(sums, event, rows, entry), of_weights)
 
     def _options(self) -> dict[str, Any]:
@@ -139,11 +144,24 @@ def why_not_deep_ep(needs: DeepEPNeeds, device_type: str) -> str | None:
         reason = trouble
     elif needs.precision != "bf16":
         reason = f"it moves bf16, and this run computes in {needs.precision}"
-    elif needs.hidden_size * 2 % ALIGNMENT:
-        reason = f"hidden_size={needs.hidden_size} is not divisible by {ALIGNMENT // 2}"
+    elif (trouble := _trouble_of_sizes(needs)) is not None:
+        reason = trouble
     elif _configs(needs.ep) is None:
         reason = f"it has no settings for ep={needs.ep}"
     return None if reason is None else f"tokens go to experts by all-to-all, and not by DeepEP: {reason}"
+
+
+def runs_on(axis: Axis, needs: DeepEPNeeds, device_type: str) -> bool:
+    """Whether DeepEP runs on all ranks of an axis; UserError where it does on some alone, whose exchange would hang."""
+    reasons = comm.all_gather_object(why_not_deep_ep(needs, device_type), axis)
+    unable = [(rank, reason) for rank, reason in zip(axis.ranks, reasons, strict=True) if reason is not None]
+    if unable and len(unable) < axis.size:
+        rank, reason = unable[0]
+        raise UserError(
+            f"DeepEP runs on some ranks of ep={axis.size} and not on rank {rank}, where {reason}; install the same on "
+            "all machines, or use --moe-token-dispatcher-type alltoall"
+        )
+    return not unable
 
 
 def exchange_of(axis: Axis, hidden_size: int) -> TokenExchange:
@@ -162,7 +180,33 @@ def exchange_of(axis: Axis, hidden_size: int) -> TokenExchange:
     near = max(config.get_nvl_buffer_size_hint(row, axis.size) for config in configs)
     far = max(config.get_rdma_buffer_size_hint(row, axis.size) for config in configs) if len(groups) > 1 else 0
     index_dtype = getattr(library, "topk_idx_t", torch.int64)
-    return TokenExchange(axis, library.Buffer(axis.group, near, far), index_dtype)
+    try:
+        buffer = library.Buffer(axis.group, near, far)
+    except (AssertionError, RuntimeError, ImportError) as error:  # no NVLink, built without NVSHMEM, no memory ...
+        raise UserError(
+            f"DeepEP could not make its buffer for ep={axis.size} on rank {axis.ranks[axis.rank]} "
+            f"({_first_line(error)}); use --moe-token-dispatcher-type alltoall, or install it again"
+        ) from error
+    return TokenExchange(axis, buffer, index_dtype)
+
+
+def _trouble_of_sizes(needs: DeepEPNeeds) -> str | None:
+    """What its kernels have no room for, on which they would stop the device; None where they have."""
+    # With a row go its place (8 bytes, rounded up) and for each choice a number of 8 bytes and a weight of 4.
+    row = 2 * needs.hidden_size + 16 + 12 * needs.num_chosen
+    if needs.hidden_size % ALIGNMENT:
+        return f"hidden_size={needs.hidden_size} is not divisible by {ALIGNMENT}"
+    if row + 8 > ROW_BYTES:
+        return f"a token of hidden_size={needs.hidden_size} takes {row} bytes, and its kernels hold {ROW_BYTES - 8}"
+    if needs.num_experts > EXPERTS_OF_A_RANK * needs.ep:
+        return f"num_experts={needs.num_experts} on ep={needs.ep} are more than {EXPERTS_OF_A_RANK} a rank"
+    if needs.num_chosen > CHOICES:
+        return f"moe_router_topk={needs.num_chosen} is more than {CHOICES}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _trouble_of_package() -> str | None:
@@ -172,7 +216,7 @@ def _trouble_of_package() -> str | None:
     try:
         has_buffer = hasattr(importlib.import_module(PACKAGE), "Buffer")
     except (ImportError, OSError) as error:  # of a library that it was built for
-        return f"the package {PACKAGE} cannot be loaded ({next(iter(str(error).splitlines()), type(error).__name__)})"
+        return f"the package {PACKAGE} cannot be loaded ({_first_line(error)})"
     return None if has_buffer else f"the package {PACKAGE} has no class Buffer"
 
 

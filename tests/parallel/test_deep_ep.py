@@ -12,18 +12,23 @@ from typing import Any
 
 import deep_ep_stand_in
 import pytest
+import torch
 from deep_ep_stand_in import Buffer, EventOverlap
 from problem import Problem, Spread
 from ranks import RankError, run_ranks
 from theorem import train
 
+from megatronish.config.config import Config
 from megatronish.config.sections.model import ModelConfig
-from megatronish.config.sections.training import RecomputeConfig
+from megatronish.config.sections.training import RecomputeConfig, TrainingConfig
 from megatronish.core.layout import DeepEPNeeds, Layout
+from megatronish.engine.build import build_engine, nothing
 from megatronish.launch.place import Place
+from megatronish.layers.deep_dispatch import DeepRoute
 from megatronish.model.mlp import MLP
 from megatronish.parallel import deep_ep
-from megatronish.parallel.deep_ep import TokenExchange, why_not_deep_ep
+from megatronish.parallel.deep_ep import TokenExchange, runs_on, why_not_deep_ep
+from megatronish.parallel.mesh import Mesh
 from megatronish.watch.record import LineRecord
 
 MODEL = ModelConfig(
@@ -41,7 +46,7 @@ MODEL = ModelConfig(
 )
 PROBLEM = Problem(MODEL, seq_length=16, global_batch_size=4)
 DP = Spread(Layout(dp=2), 1, ep=2, dispatcher="deepep")
-NEEDS = DeepEPNeeds(ep=8, hidden_size=64, precision="bf16")
+NEEDS = DeepEPNeeds(ep=8, hidden_size=64, precision="bf16", num_experts=256, num_chosen=8)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,10 @@ NEEDS = DeepEPNeeds(ep=8, hidden_size=64, precision="bf16")
     [
         ({}, "cpu", "its kernels are for GPUs"),
         ({"precision": "fp16"}, "cuda", "it moves bf16, and this run computes in fp16"),
-        ({"hidden_size": 20}, "cuda", "hidden_size=20 is not divisible by 8"),
+        ({"hidden_size": 24}, "cuda", "hidden_size=24 is not divisible by 16"),
+        ({"hidden_size": 8192}, "cuda", "a token of hidden_size=8192 takes 16496 bytes, and its kernels hold 16376"),
+        ({"num_experts": 1032}, "cuda", "num_experts=1032 on ep=8 are more than 128 a rank"),
+        ({"num_chosen": 33}, "cuda", "moe_router_topk=33 is more than 32"),
         ({"ep": 12}, "cuda", "it has no settings for ep=12"),
     ],
 )
@@ -178,3 +186,92 @@ def test_a_token_goes_once_to_a_rank() -> None:
     back = sum(sent["deep_ep_combine"] for sent in by_deep_ep)
     assert there == back
     assert 0.5 * rows < there + back < 0.95 * rows
+
+
+def runs_where_it_is_installed(place: Place, is_installed: list[bool]) -> bool:
+    """Whether DeepEP runs, where some ranks have its package."""
+    axis = Mesh.of(DP.parallel, place, has_experts=True).experts.ep
+    with pytest.MonkeyPatch.context() as patch:
+        if is_installed[place.rank]:
+            deep_ep_stand_in.install(patch, of_theorem=False)
+            patch.setattr(deep_ep.importlib.util, "find_spec", lambda _name: object())
+        return runs_on(axis, NEEDS._replace(ep=2), "cuda")
+
+
+@pytest.mark.processes
+def test_all_ranks_go_by_deep_ep_or_none() -> None:
+    assert run_ranks(2, runs_where_it_is_installed, [True, True]) == [True, True]
+    assert run_ranks(2, runs_where_it_is_installed, [False, False]) == [False, False]
+    with pytest.raises(RankError) as error:
+        run_ranks(2, runs_where_it_is_installed, [True, False])
+    assert "on some ranks of ep=2 and not on rank 1, where tokens go to experts by all-to-all, and" in str(error.value)
+    assert "package deep_ep is not installed; install the same on all machines, or use --moe-token" in str(error.value)
+
+
+def train_without_nvlink(place: Place) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("PCIe GPUs only have pairwise NVLink connections")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buffer, "__init__", refused)
+        train(place, PROBLEM, DP)
+
+
+@pytest.mark.processes
+def test_a_buffer_that_cannot_be_made_is_a_sentence() -> None:
+    # Whichever rank is first to fail.
+    with pytest.raises(
+        RankError, match=r"could not make its buffer for ep=2 on rank [01] \(PCIe GPUs only have pairwise"
+    ):
+        run_ranks(2, train_without_nvlink)
+
+
+def buffers_of_two_models(place: Place) -> int:
+    """Buffers of a model and of a frozen one on its mesh."""
+    made: list[Buffer] = []
+    config = Config(
+        model=MODEL,
+        parallel=DP.parallel,
+        training=TrainingConfig(seq_length=16, micro_batch_size=1, global_batch_size=4),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        deep_ep_stand_in.install(patch)
+        make = Buffer.__init__
+
+        def noting(self: Buffer, *args: Any) -> None:
+            made.append(self)
+            make(self, *args)
+
+        patch.setattr(Buffer, "__init__", noting)
+        engine = build_engine(config, Mesh.of(DP.parallel, place, has_experts=True), vocab_size=8)
+        build_engine(config, engine.mesh, vocab_size=8, trainable=nothing)
+    return len(made)
+
+
+@pytest.mark.processes
+def test_a_frozen_model_shares_the_buffer() -> None:
+    assert run_ranks(2, buffers_of_two_models) == [1, 1]
+
+
+def sizes_kept(place: Place) -> list[tuple[torch.dtype, bool]]:
+    """Of each route of a run the numbers of what a recomputation keeps, and whether the way back keeps them, too."""
+    kept = []
+    from_experts = DeepRoute.from_experts
+
+    def noted(self: DeepRoute, rows: Any, weights: Any, *, ep: Any) -> Any:
+        y = from_experts(self, rows, weights, ep=ep)
+        assert self.sizes is not None
+        if y.grad_fn is not None:
+            kept.append((self.sizes.choices.dtype, hasattr(y.grad_fn, "sent")))
+        return y
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepRoute, "from_experts", noted)
+        train(place, PROBLEM, DP)
+    return kept
+
+
+@pytest.mark.processes
+def test_what_is_kept_of_choices_is_small() -> None:
+    for kept in run_ranks(2, sizes_kept):
+        assert kept and set(kept) == {(torch.int16, False)}

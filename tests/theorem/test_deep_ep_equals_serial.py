@@ -72,8 +72,8 @@ def weights_without_gradients(patch: Patch) -> None:
     """The gradients of the weights stay where the experts are."""
     start_back = TokenExchange.start_back
 
-    def planted(self: TokenExchange, rows: Tensor, sent: Sent, **options: Any) -> Returning:
-        back = start_back(self, rows, sent, **options)
+    def planted(self: TokenExchange, rows: Tensor, handle: Any, **options: Any) -> Returning:
+        back = start_back(self, rows, handle, **options)
         return back._replace(weights=None if back.weights is None else torch.zeros_like(back.weights))
 
     patch.setattr(TokenExchange, "start_back", planted)
@@ -94,8 +94,8 @@ def gradients_of_one_rank_alone(patch: Patch) -> None:
     """A token's gradient goes to the experts, and what other ranks than this one make of it is lost."""
     start_again = TokenExchange.start_again
 
-    def planted(self: TokenExchange, x: Tensor, sent: Sent, **options: Any) -> Any:
-        return start_again(self, x * (self.axis.rank == 0), sent, **options)
+    def planted(self: TokenExchange, x: Tensor, handle: Any, **options: Any) -> Any:
+        return start_again(self, x * (self.axis.rank == 0), handle, **options)
 
     patch.setattr(TokenExchange, "start_again", planted)
 

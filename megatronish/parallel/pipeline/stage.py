@@ -13,7 +13,7 @@ from megatronish.core.errors import UserError
 from megatronish.model.block import MakeBlock
 from megatronish.model.gpt import GPT, Execution, ModelChunk
 from megatronish.model.table import MODELS
-from megatronish.parallel.mesh import ExpertParallel, Mesh, TensorParallel
+from megatronish.parallel.mesh import Mesh, TensorParallel
 from megatronish.parallel.schedules.plan import StageChunk
 from megatronish.parallel.sharding import Sharding, collect_shardings
 from megatronish.parallel.stages import Stages
@@ -43,15 +43,14 @@ def build_stage(
     num_positions: int,
     sequence_parallel: bool = False,
     by_pieces: Literal["p2p", "symm_mem"] | None = None,
-    experts: ExpertParallel | None = None,
     execution: Execution | None = None,
     make_block: MakeBlock | None = None,
     device: torch.device | None = None,
 ) -> ModelStage:
     """The stage of this rank, with uninitialised fp32 parameters, by default on the mesh's device.
 
-    `make_block` None makes the blocks that the config names. `experts` says how tokens go to experts, and
-    `by_pieces` says how products of a cut sequence get their pieces.
+    `make_block` None makes the blocks that the config names. `by_pieces` says how products of a cut sequence get
+    their pieces.
     """
     shares_memory = by_pieces == "symm_mem" and can_share(mesh.tp, mesh.device)
     places = [StageChunk(mesh.pp.rank, chunk) for chunk in range(stages.num_chunks)]
@@ -60,9 +59,7 @@ def build_stage(
             config,
             vocab_size=vocab_size,
             num_positions=num_positions,
-            tp=TensorParallel(
-                mesh.tp, sequence_parallel, experts or mesh.experts, by_pieces is not None, shares_memory
-            ),
+            tp=TensorParallel(mesh.tp, sequence_parallel, mesh.experts, by_pieces is not None, shares_memory),
             chunks=[
                 ModelChunk(stages.layers_at(place), stages.is_first(place), stages.is_last(place)) for place in places
             ],
