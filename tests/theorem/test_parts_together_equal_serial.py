@@ -14,6 +14,7 @@ from comparison import assert_equal_after_one_step
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
 from problem import Problem, Spread
+from sweeps import some_of
 from test_latent_equal_serial import LATENT
 from test_newer_experts_equal_serial import LAYERS, MIXED, ONE
 from test_qk_clip_equal_serial import BELOW
@@ -152,7 +153,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", some_of(COMPILED, COMPILED.keys() - {"Llama 4, shared experts meanwhile"}))
 def test_compiled_parts_train_what_one_eager_process_trains(name: str) -> None:
     problem, spread = case_of(COMPILED[name])
     problem = replace(problem, largest_logit=BELOW if "QK-clip" in name else None)
