@@ -122,7 +122,7 @@ SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 FRAGMENT = 80
 """Lines below which a file that a single other one of its folder imports belongs into that."""
 LEAVES = {
-    "formats/hf/families.py": "a family of models is one file",
+    "formats/hf/families.py": "a family of models is one file, or a part of that of its ancestors",
     "objectives/table.py": "an objective is one file",
     "optim/optimizer.py": "an optimizer is one file",
     "parallel/schedules/table.py": "a schedule is one file",
