@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.config.sections.model import ModelConfig
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, config_of
 from megatronish.estimate.planner.device_speed import FITTED, Efficiencies
@@ -72,8 +71,7 @@ class PublishedStep(NamedTuple):
         if candidate.schedule not in SCHEDULES:
             return self.predicted(efficiencies)
         is_short = len(set(self.layers)) > 1  # the ends, as if embedding and head were a layer
-        config = with_fields(
-            config_of(Config(model=self.work.model), candidate),
+        config = config_of(Config(model=self.work.model), candidate).with_fields(
             account_for_embedding_in_pipeline_split=is_short,
             account_for_loss_in_pipeline_split=is_short,
         )

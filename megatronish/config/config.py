@@ -1,7 +1,9 @@
 """Config of a run: its sections, and values derived from several sections."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import Any, Self
 
 from megatronish.config.plugins import PluginsConfig
 from megatronish.config.sections.data import ChatConfig, DataConfig, FimConfig
@@ -51,6 +53,13 @@ class Config:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+
+    def with_fields(self, **values: Any) -> Self:
+        """Copy with these values of fields of any section."""
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            changed.setdefault(_section_of_fields()[name], {})[name] = value
+        return replace(self, **{section: replace(getattr(self, section), **of) for section, of in changed.items()})
 
     @property
     def layout(self) -> Layout:
@@ -140,3 +149,9 @@ class Config:
     def tensorboard_dir(self) -> Path:
         """Folder of TensorBoard's files."""
         return Path(self.log.tensorboard_dir) if self.log.tensorboard_dir else self.run_dir / "tensorboard"
+
+
+@cache
+def _section_of_fields() -> dict[str, str]:
+    """Name of the section of each field."""
+    return {name: section for section, of_section in vars(Config()).items() for name in vars(of_section)}

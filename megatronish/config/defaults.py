@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.conflicts import LOSS_SCALE_RULE, TOKENS
-from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.fields import FIELDS
 from megatronish.config.rules.rule import MESH
 from megatronish.config.rules.t5 import SIDES
 from megatronish.config.sections.data import MOCK_VOCAB_SIZE, DataConfig
@@ -167,18 +167,18 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
         problems += [problem] if problem else []
         model = config.parallel.model_parallel_size
         derived = smallest_dp(config) if world_size is None else max(1, world_size // model)
-        config = with_fields(config, data_parallel_size=config.parallel.data_parallel_size or derived)
+        config = config.with_fields(data_parallel_size=config.parallel.data_parallel_size or derived)
     # 2. Settings that have another meaning, or none, next to the rest: they are replaced, so that no later reader sees
     # both.
     if config.parallel.tensor_model_parallel_size == 1:
         for name, does in SHARED_OVER_TP.items():
             if getattr(config.parallel, name):
-                config = with_fields(config, **{name: False})
+                config = config.with_fields(**{name: False})
                 notes.append(f"{name} is off: it {does} over tensor_model_parallel_size, which is 1")
     config, of_tokens = _tokens_as_samples(_sums_of_sides(config), invalid)
     config, of_width = _factors_of_width(_objective_of_model(_last_batch_size(config, invalid)), invalid)
     notes += [*of_tokens, *of_width, *_idle_loss_scale(config.training)]
-    config = with_fields(config, pipeline_schedule=config.parallel.schedule)
+    config = config.with_fields(pipeline_schedule=config.parallel.schedule)
     # 3. Notes about what no part of this run reads. None of them changes the config, except for the sizes of a grid of
     # experts.
     parallel = config.parallel
@@ -198,21 +198,21 @@ def derive(config: Config, *, path: Path | None, world_size: int | None, invalid
     notes += _idle_sharing(config) + _idle_optimizer(config.optimizer) + _idle_log(config.log)
     notes += _idle_experts(config) + _idle_model(config.model) + _idle_recompute(config, invalid)
     if config.model.num_experts is None:  # no size of a grid that there is not: costs divide by them
-        config = with_fields(config, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+        config = config.with_fields(expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     # 4. Made-up tokens stand in for all files; the vocabulary remains, as the model's size depends on it.
     if config.data.mock_data:
         stand_ins = {"tokenizer_type": "null", "tokenizer_model": None, "vocab_file": None, "merge_file": None}
         given = config.data.vocab_size
         # A plan is of the run with its tokenizer; what trains on made-up tokens is quick.
         named = vocabulary_of_files(config.data) if given is None and config.log.dry_run else None
-        config = with_fields(config, **stand_ins, vocab_size=given or named or MOCK_VOCAB_SIZE)
+        config = config.with_fields(**stand_ins, vocab_size=given or named or MOCK_VOCAB_SIZE)
         ending = ", as many as the tokenizer has" if named else ""
         if given is None and named is None:
             ending = "; with --vocab-size it has yours, which memory and times depend on"
         size = f"{config.data.vocab_size} made-up tokens{ending}"
         notes.append(f"mock_data needs no file and no tokenizer: the vocabulary is {size}")
     if config.log.run_dir is None:
-        config = with_fields(config, run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")
+        config = config.with_fields(run_dir=f"runs/{path.stem if path else 'pretrain_gpt'}")
     return Derived(config, notes, problems)
 
 
@@ -251,7 +251,7 @@ def _tokens_as_samples(config: Config, invalid: Collection[str]) -> tuple[Config
     if (samples := config.training.train_samples) is not None and "train_samples" in fields:
         fields["train_samples"] = min(samples, fields["train_samples"])
     note = f"of --seq-length {length} tokens each: {', '.join(f'{name}={value}' for name, value in fields.items())}"
-    return with_fields(config, **dict.fromkeys(TOKENS), **fields), [note]
+    return config.with_fields(**dict.fromkeys(TOKENS), **fields), [note]
 
 
 def _sums_of_sides(config: Config) -> Config:
@@ -260,7 +260,7 @@ def _sums_of_sides(config: Config) -> Config:
         sizes = [getattr(config.model, side) for side in sides]
         section = config.model if name == "num_layers" else config.training
         if config.model.has_encoder and None not in sizes and not getattr(section, name):
-            config = with_fields(config, **{name: sum(sizes)})
+            config = config.with_fields(**{name: sum(sizes)})
     return config
 
 
@@ -273,14 +273,14 @@ def _last_batch_size(config: Config, invalid: Collection[str]) -> Config:
         steps = parse_batch_sizes(training.step_batch_size_schedule, seq_length=max(1, training.seq_length))
     except ValueError:  # the rules say so
         return config
-    return with_fields(config, global_batch_size=steps[-1][1])
+    return config.with_fields(global_batch_size=steps[-1][1])
 
 
 def _objective_of_model(config: Config) -> Config:
     """Config whose objective, where it is not given, is one that its kind of model is trained for."""
     if config.model.is_causal or config.training.objective != TrainingConfig.objective:
         return config
-    return with_fields(config, objective="masked_lm")
+    return config.with_fields(objective="masked_lm")
 
 
 def _factors_of_width(config: Config, invalid: Collection[str]) -> tuple[Config, list[str]]:

@@ -130,12 +130,3 @@ def read_fields(config: Config) -> dict[str, Any]:
 
 VERBATIM = ("sample_prompt",)
 """Fields whose text is what it is: quotation marks belong to it, and it is no URL."""
-
-
-def with_fields(config: Config, **values: Any) -> Config:
-    """Copy of a config with these values of fields of any section."""
-    by_section: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        by_section.setdefault(FIELDS[name].section, {})[name] = value
-    changed = {section: dataclasses.replace(getattr(config, section), **of) for section, of in by_section.items()}
-    return dataclasses.replace(config, **changed)

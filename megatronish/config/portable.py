@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.config.hub import name_of
 from megatronish.config.sections.data import split_part
 
@@ -72,7 +71,7 @@ def _with_paths(config: Config, convert: Callable[[str], str]) -> Config:
                 fields[name] = convert(value)
             elif name in DATA:
                 fields[name] = tuple(_prefix(path, convert) for path in value)
-    return with_fields(config, **fields)
+    return config.with_fields(**fields)
 
 
 def _prefix(word: str, convert: Callable[[str], str]) -> str:

@@ -20,7 +20,7 @@ from megatronish.config.check import problems as broken_rules
 from megatronish.config.config import Config
 from megatronish.config.conflicts import merge, settle, with_passwords
 from megatronish.config.defaults import derive
-from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.fields import FIELDS
 from megatronish.config.flag_meaning import Setting, Settings
 from megatronish.config.help import print_help
 from megatronish.config.hub import from_hub, hub_name
@@ -133,7 +133,7 @@ def _fill(parsed: Parsed, read_start: ReadStart | None, *, world_size: int | Non
     defaults = {} if start is None else start.fields(parsed.values)
     # Over the defaults what that model says, over that what was given. Fields with a complaint hold their defaults,
     # which no rule may complain about: the user wrote another value.
-    config = with_fields(Config(), **defaults | parsed.values)
+    config = Config().with_fields(**defaults | parsed.values)
     derived = derive(config, path=parsed.path, world_size=world_size, invalid=parsed.invalid)
     notes = list(derived.notes)
     if start is not None:
@@ -189,7 +189,7 @@ def _of_start(settings: Mapping[str, Setting], given: Mapping[str, Any]) -> dict
 
 def _start(given: Mapping[str, Any], read_start: ReadStart | None) -> Start | str | None:
     """Model that the run starts from, if its files describe it, or why they cannot be read."""
-    checkpoint = with_fields(Config(), **given).checkpoint
+    checkpoint = Config().with_fields(**given).checkpoint
     if read_start is None:
         assert not (checkpoint.load_hf or (checkpoint.load and checkpoint.use_checkpoint_args)), (
             "the caller passes a reader of models"

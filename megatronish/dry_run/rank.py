@@ -22,7 +22,6 @@ from megatronish.attention import dropout_attention
 from megatronish.attention.mask import slopes_on
 from megatronish.checkpoint.save import HostCopies
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.masked import MaskedCollator
 from megatronish.data.mock import open_mock
@@ -212,7 +211,7 @@ def hooks_alone(engine: Engine, _batches: Sequence[MicroBatch], recorder: StepRe
 def run_rank(planned: PlannedRun, rank: int, *, then: Then = hooks_alone) -> DryRank:
     """Build the engine of this rank, let it take a step, do what comes `then`, and leave nothing behind."""
     # What would lie on a disk has no memory here anyway: it counts as the host's.
-    config, device_type = with_fields(planned.config, offload_folder=None), planned.device_type
+    config, device_type = planned.config.with_fields(offload_folder=None), planned.device_type
     recorder = StepRecorder(device_type, number=planned.rows_of_an_expert, references=references())
     ledger, fake, times = recorder.ledger, FakeTensorMode(allow_non_fake_inputs=True), [time.perf_counter()]
     with answered_for(device_type, recorder.wait), _mesh(config, rank, device_type) as mesh:

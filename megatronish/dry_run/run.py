@@ -180,6 +180,11 @@ def notes_of_left_out(config: Config) -> list[str]:
             "the config asks for --cuda-graph, which is left out: gradients are given back between steps, and the "
             "host's waits are those of a run without a graph"
         )
+    if config.parallel.wants_deep_ep:
+        notes.append(
+            "the config asks for --moe-token-dispatcher-type deepep, which is left out: tokens go to experts by "
+            "all-to-all, a row for each choice, which is no fewer bytes"
+        )
     return notes
 
 

@@ -17,7 +17,6 @@ import torch
 
 from megatronish.config.check import problems
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.core.aside import Aside
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.layout_costs import memory_of_stages
@@ -164,7 +163,7 @@ def _remedy(config: Config, everyone: Sequence[RankRoom], vocab_size: int) -> st
         if len(fitting) == MOST_PROPOSED or (time.monotonic() - begin > SECONDS):
             break
         flags = " ".join(flag for flag, _ in several)
-        changed = with_fields(config, **{name: value for _, fields in several for name, value in fields.items()})
+        changed = config.with_fields(**{name: value for _, fields in several for name, value in fields.items()})
         if (fitting and any(flag in flags for flag in fitting)) or problems(changed):
             continue
         claim = fullest(changed, everyone[: changed.layout.world_size], vocab_size=vocab_size)

@@ -30,15 +30,15 @@ from megatronish.config.sections.training import EXPLICIT, AttentionBackend
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm, Norm
 from megatronish.layers.recompute import recompute
-from megatronish.layers.shared_heads import KeyValueHeads
 from megatronish.model.context import Context
 from megatronish.model.rope import rotate
 from megatronish.ops.dropout import ProbabilityDropout
 from megatronish.ops.softcap import soft_capped
+from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis, TensorParallel
 from megatronish.parallel.ranges import ATTENTION, marked
 from megatronish.parallel.sharding import Cut, Init, Sharding
-from megatronish.specs.attention import AttentionSpec, Temperature
+from megatronish.specs.attention import AttentionSpec, Temperature, ranks_of_a_head
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,36 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, /, **h
     return attend(q, k, v, sinks=sinks, **how)
 
 
+class KeyValueHeads(nn.Module):
+    """A rank's heads of keys and values, whole, from what it has projected, of K heads of size H.
+
+    [S, B, K H / tp] each -> [S, B, K / tp, H] each, or with K < tp [S, B, 1, H]: the head that its queries share.
+
+    The projection of keys and values is cut over tp by features, however few heads there are: with fewer than ranks
+    each projects a part of one. So no parameter has copies, and gradients, norms, optimizer states and checkpoints are
+    those of any layer that is cut. Neighbouring ranks whose query heads share a head send each other their parts of it,
+    and in the backward each adds up the gradients of its part from all of them.
+    """
+
+    def __init__(self, heads: int, size: int, *, tp: Axis) -> None:
+        super().__init__()
+        self.size, self.tp, self.sharers = size, tp, ranks_of_a_head(heads, tp.size)
+
+    def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """[S, B, K H / tp] each -> [S, B, k, H] each."""
+        if self.sharers == 1:
+            return k.unflatten(-1, (-1, self.size)), v.unflatten(-1, (-1, self.size))
+        parts = torch.stack((k, v), dim=2)  # [S, B, 2, H / sharers]
+        gathered = comm.gather_from_neighbours(parts.unsqueeze(0), self.tp, self.sharers)
+        keys, values = gathered.movedim(0, 3).flatten(3).split(1, dim=2)
+        return keys, values
+
+
 class Attention(nn.Module):
     """Self-attention, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
 
     A rank has N/tp query heads and K/tp key/value heads, or with K < tp the one that its queries share
-    (shared_heads.py).
+    (`KeyValueHeads`).
     """
 
     def __init__(

@@ -23,8 +23,7 @@ from megatronish.config.sections.training import EXPLICIT
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm
 from megatronish.layers.product import DENSE
-from megatronish.layers.shared_heads import KeyValueHeads
-from megatronish.model.attention import Attention, CoreAttention
+from megatronish.model.attention import Attention, CoreAttention, KeyValueHeads
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts

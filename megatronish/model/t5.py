@@ -23,13 +23,12 @@ from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm, residual_norm
 from megatronish.layers.recompute import HasParts, recompute, recompute_module
 from megatronish.layers.relative_bias import RelativeBias
-from megatronish.layers.shared_heads import KeyValueHeads
 from megatronish.layers.vocabulary import (
     PositionEmbedding,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from megatronish.model.attention import CoreAttention
+from megatronish.model.attention import CoreAttention, KeyValueHeads
 from megatronish.model.batch import MicroBatch
 from megatronish.model.block import MakeBlock, restoring_norm
 from megatronish.model.context import Context

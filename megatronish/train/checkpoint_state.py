@@ -17,7 +17,7 @@ from megatronish.checkpoint.save import (
 )
 from megatronish.checkpoint.tensors import GlobalTensor
 from megatronish.config.config import Config
-from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.fields import FIELDS
 from megatronish.core.remote import Location
 from megatronish.engine.engine import Engine
 from megatronish.model.adapters import is_adapter
@@ -147,7 +147,7 @@ def saved_schedule(state: dict[str, Any]) -> LearningRateSchedule:
 def _config_of(saved: dict[str, Any]) -> Config:
     """Config with the fields of a state.json, without those of other versions."""
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    return with_fields(Config(), **{name: value for name, value in values.items() if name in FIELDS})
+    return Config().with_fields(**{name: value for name, value in values.items() if name in FIELDS})
 
 
 def _is_valid(state: dict[str, Any]) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.dump import to_toml
-from megatronish.config.fields import with_fields
 from megatronish.config.portable import TOKENIZER, relative_to_itself
 from megatronish.config.sections.data import DataConfig
 from megatronish.core.errors import RunError, UserError
@@ -62,7 +61,7 @@ class OwnFiles(NamedTuple):
             for name, source in self.files.items():
                 _copy(source, place / name)
         here = {name.partition(".")[2]: str(config.run_dir / path) for name, path in self.fields.items()}
-        written = relative_to_itself(with_fields(config, **here), config.run_dir)
+        written = relative_to_itself(config.with_fields(**here), config.run_dir)
         write_quickly(config.run_dir / "config.toml", to_toml(written))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved
-from megatronish.config.fields import one_of, with_fields
+from megatronish.config.fields import one_of
 from megatronish.config.model_source import TOKENIZER_FIELDS
 from megatronish.config.portable import absolute
 from megatronish.config.sections.data import BlendPhase, DataConfig, parse_blend, parse_blend_schedule
@@ -297,7 +297,7 @@ def with_length(config: Config, train: Dataset) -> Config:
     """The config with --num-epochs in samples, which are known once the training data are open."""
     if config.training.num_epochs is None:
         return config
-    return with_fields(config, train_samples=samples_of_epochs(train, config.training.num_epochs))
+    return config.with_fields(train_samples=samples_of_epochs(train, config.training.num_epochs))
 
 
 def last_step(config: Config, progress: Progress) -> int:

@@ -29,7 +29,7 @@ from megatronish.compat.importers.deepspeed_optimizer import MUON, MUON_RATES, P
 from megatronish.config.config import Config
 from megatronish.config.data_lists import splits_of_file
 from megatronish.config.dump import to_toml, toml_value, write_toml
-from megatronish.config.fields import SECTIONS, with_fields
+from megatronish.config.fields import SECTIONS
 from megatronish.config.model_source import refuse_unknown_block
 from megatronish.config.read import ConfigError, read_config
 from megatronish.core.errors import UserError
@@ -206,7 +206,7 @@ def test_what_a_run_and_a_plan_write_reads_as_what_it_was(tmp_path: Path) -> Non
     for _ in range(20):
         text = "".join(numbers.choice((*ENDS, EVIL, "a", '"', "\\", "é", "\U0001f600", "]")) for _ in range(4))
         lr = numbers.choice((1e22, float("inf"), 5e-324))
-        config = with_fields(Config(), run_dir=text, data_path=(text, "b"), lr=lr)
+        config = Config().with_fields(run_dir=text, data_path=(text, "b"), lr=lr)
         assert tomllib.loads(to_toml(config))["log"]["run_dir"] == text
         device = tmp_path / "device.toml"
         device.write_text(device_toml(replace(find_device("a100-sxm"), name=text)), encoding="utf-8")

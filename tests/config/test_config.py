@@ -15,7 +15,7 @@ from paths import ROOT
 
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
-from megatronish.config.fields import ALIASES, FIELDS, SECTIONS, with_fields
+from megatronish.config.fields import ALIASES, FIELDS, SECTIONS
 from megatronish.config.read import ConfigError, read_config
 from megatronish.config.suggest import SYNONYMS
 from megatronish.formats.start import read_start
@@ -42,7 +42,7 @@ def test_every_config_is_sound_and_survives_being_written_down(path: Path, tmp_p
 def test_what_is_written_down_keeps_every_text_and_number(tmp_path: Path) -> None:
     odd = '--"quotes"\n\\ tab\t del\x7f snowman ☃ 😀 = [x] # no comment'
     config = read(f"--sample-prompt={odd}", "--lr", "1.2345678901234567e-05", "--rampup-batch-size", "2", "2", "0")
-    config = with_fields(config, global_batch_size=8)
+    config = config.with_fields(global_batch_size=8)
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert read_config(["--config", str(path)]).config == config

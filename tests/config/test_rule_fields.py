@@ -7,7 +7,7 @@ import pytest
 
 from megatronish.config.check import RULES
 from megatronish.config.config import Config
-from megatronish.config.fields import FIELDS, with_fields
+from megatronish.config.fields import FIELDS
 from megatronish.config.rules.rule import ConfigRule
 
 VALUES: dict[str, Any] = {
@@ -101,6 +101,6 @@ def test_a_rule_names_every_field_that_it_reads(rule: ConfigRule) -> None:
     read: set[str] = set()
     for other in OTHERS:
         names: set[str] = set()
-        rule.complaint(reading(with_fields(Config(), **(VALUES | other)), names))
+        rule.complaint(reading(Config().with_fields(**(VALUES | other)), names))
         read |= names
     assert not read - set(rule.fields)

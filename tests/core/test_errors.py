@@ -12,7 +12,6 @@ from jobs import call_main, run_job, state_of, tiny
 from megatronish.commands.exit_status import exit_status
 from megatronish.config.config import Config
 from megatronish.config.dump import resolved, to_toml
-from megatronish.config.fields import with_fields
 from megatronish.core.errors import RunError, UserError, is_misplaced, without_passwords
 from megatronish.core.files import new_folder
 from megatronish.core.remote import RemotePath
@@ -66,7 +65,7 @@ def test_a_path_of_a_store_shows_no_password_and_still_has_it() -> None:
 
 def test_configs_that_are_kept_have_no_password() -> None:
     url = f"ftp://user:{PW}@host/x"
-    config = with_fields(Config(), save=url, load=url, run_dir=url, hook_args=(f"password={PW}",), sample_prompt="a=b")
+    config = Config().with_fields(save=url, load=url, run_dir=url, hook_args=(f"password={PW}",), sample_prompt="a=b")
     assert PW not in to_toml(config) + json.dumps(resolved(config)) + str(config.run_dir)
     assert config.checkpoint.save == url and config.run_url == url
 

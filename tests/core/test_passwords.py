@@ -15,7 +15,6 @@ from paths import ROOT
 
 from megatronish.compat.importers.imported import Imported
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.config.read import read_config
 from megatronish.core.remote import _told_as_os_error
 from megatronish.engine.engine import Engine
@@ -105,7 +104,7 @@ def test_wandb_sees_no_password_in_the_command_line(tmp_path: Path, monkeypatch:
     library = SimpleNamespace(init=init, setup=setup, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", library)  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "argv", ["pretrain", "--save", URL])
-    WeightsAndBiases(with_fields(Config(), wandb_project="p").log).begin(RunDescription("n", tmp_path, 0, {}, "", ""))
+    WeightsAndBiases(Config().with_fields(wandb_project="p").log).begin(RunDescription("n", tmp_path, 0, {}, "", ""))
     assert seen == ["pretrain", "--save", STARRED]
 
 
@@ -125,7 +124,7 @@ def test_what_a_launcher_says_and_torchrun_repeats_has_no_password(
 
 
 def test_the_report_of_a_hang_has_no_password(tmp_path: Path) -> None:
-    config, place = with_fields(Config(), run_dir=str(tmp_path)), SimpleNamespace(rank=0, leave=None)
+    config, place = Config().with_fields(run_dir=str(tmp_path)), SimpleNamespace(rank=0, leave=None)
     (tmp_path / "logs").mkdir()
     watchdog: Any = watchdog_of(config, place, RankRecord())  # type: ignore[arg-type]
     watchdog._on_report(f"the run hangs: a rank reads {URL}", {0: bare_beat(0, {})})
@@ -159,7 +158,7 @@ def test_a_preflight_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BROKEN
 
     monkeypatch.setattr("megatronish.train.preflight.find_checkpoint", find_checkpoint)
-    facts, _ = _opened(with_fields(Config(), save=URL), mesh=SimpleNamespace())  # type: ignore[arg-type]
+    facts, _ = _opened(Config().with_fields(save=URL), mesh=SimpleNamespace())  # type: ignore[arg-type]
     assert facts == {"data train": f"unreadable (cannot read {STARRED})"}
 
 

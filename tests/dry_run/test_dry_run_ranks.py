@@ -12,8 +12,11 @@ from command_lines import problems, small
 from paths import ROOT
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatronish.config.config import Config
+from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.dry_run.recorder import StepRecorder
+from megatronish.dry_run.run import notes_of_left_out
 from megatronish.launch.place import Place
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Mesh, leave
@@ -82,6 +85,13 @@ def test_what_is_left_out_is_said_where_the_config_asks_for_it(flag: str, layout
     assert f"note: {said}" in done.stdout
     assert [note for note in json.loads(path.read_text())["notes"] if note.startswith(said)]
     assert done.stdout.count("which is left out") == 1
+
+
+def test_deep_ep_is_left_out_where_it_would_send_something() -> None:
+    config = Config(model=ModelConfig(num_experts=4))
+    for ep, number in ((2, 1), (1, 0)):
+        asks = config.with_fields(moe_token_dispatcher_type="deepep", expert_model_parallel_size=ep)
+        assert sum("by all-to-all, a row for each choice" in note for note in notes_of_left_out(asks)) == number
 
 
 def test_a_rank_outside_of_the_world_ends_with_status_2() -> None:

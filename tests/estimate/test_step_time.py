@@ -6,7 +6,6 @@ import pytest
 from paths import ROOT
 
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.config.read import read_config
 from megatronish.estimate.costs.candidate import config_of, without_layout
 from megatronish.estimate.costs.step_traffic import TrafficKey
@@ -93,7 +92,7 @@ def test_what_no_measured_step_confirms_is_said() -> None:
         ("--optimizer-cpu-offload", "the update by the CPU are not modelled"),
     ):
         assert part in said(flags)
-    islands = with_fields(Config(), outer_optimizer="nesterov")  # of a run: plans are without
+    islands = Config().with_fields(outer_optimizer="nesterov")  # of a run: plans are without
     assert "outer steps are left out" in " ".join(reservations(islands))
 
 

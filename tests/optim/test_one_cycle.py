@@ -13,7 +13,6 @@ import torch
 from megatronish.compat.importers.axolotl import from_axolotl
 from megatronish.compat.importers.deepspeed import from_deepspeed
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.optim.schedules import LearningRateSchedule, build_learning_rate_schedule
@@ -73,7 +72,7 @@ def test_axolotls_one_cycle_is_torchs(keys: dict[str, Any], start: float, option
     found = from_axolotl({**file, **keys}, folder=Path())
     assert not found.complaints() and "lr_scheduler" not in found.otherwise
     here = build_learning_rate_schedule(
-        *((config := with_fields(Config(), **found.settings)).optimizer, config.training), global_batch_size=BATCH
+        *((config := Config().with_fields(**found.settings)).optimizer, config.training), global_batch_size=BATCH
     )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     there = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 100, **{"pct_start": start} | options)
@@ -139,7 +138,7 @@ def imported(scheduler: dict[str, Any], *, train_iters: int = 200, **optimizer: 
     adam = {"type": "Adam", "params": {"lr": 0.02, **optimizer}}
     found = from_deepspeed({"train_batch_size": BATCH, "optimizer": adam, "scheduler": scheduler})
     assert not found.complaints()
-    config = with_fields(Config(), **{"train_iters": train_iters} | found.settings)
+    config = Config().with_fields(**{"train_iters": train_iters} | found.settings)
     return build_learning_rate_schedule(config.optimizer, config.training, global_batch_size=BATCH)
 
 

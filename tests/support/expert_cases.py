@@ -124,7 +124,7 @@ def expert_spread(layout: Layout, chosen: Chosen) -> Spread:
     ep = {"fewest": min, "most": max}[chosen["ep"]](able) if able and chosen["ep"] in ("fewest", "most") else 1
     if (ranks // ep) % spread.copies:
         spread = replace(spread, copies=1)
-    return replace(spread, ep=ep, etp=etp, dispatcher=chosen["dispatcher"])
+    return replace(spread, ep=ep, etp=etp, dispatcher=chosen.get("dispatcher", "alltoall"))
 
 
 def all_expert_cases() -> list[tuple[Layout, Chosen]]:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from jobs import checkpoints_of, run_job, tiny
 
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.core.aside import Aside
 from megatronish.core.errors import RunError
 from megatronish.estimate import room
@@ -112,6 +111,6 @@ def test_a_plan_says_that_its_memory_was_not_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(room, "memory_of_stages", failing)
-    config = with_fields(Config(), hidden_size=64, num_layers=2, num_attention_heads=4, num_query_groups=4)
+    config = Config().with_fields(hidden_size=64, num_layers=2, num_attention_heads=4, num_query_groups=4)
     assert room.note_on_room(config, "cpu", vocab_size=100) is None
     assert "the comparison of memory failed" in capsys.readouterr().err

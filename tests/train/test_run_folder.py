@@ -11,7 +11,6 @@ from jobs import Finished, call_main, checkpoints_of, run_job, state_of, steps_o
 
 from megatronish.commands.main import run
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.config.portable import HERE, absolute
 from megatronish.config.settings import read_file
 from megatronish.formats.start import read_arguments
@@ -123,9 +122,9 @@ def test_what_is_no_path_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.idx").touch()
     named = {"run_dir": "s3://bucket/run", "save": "runs/x", "chat_template": "chatml", "plugin": ("my.module",)}
-    config = absolute(with_fields(Config(), data_path=("0.3", "d[0:0.5]", "0.7", "gone"), **named))
+    config = absolute(Config().with_fields(data_path=("0.3", "d[0:0.5]", "0.7", "gone"), **named))
     assert config.data.data_path == ("0.3", f"{tmp_path}/d[0:0.5]", "0.7", "gone")
-    assert config == with_fields(config, **named | {"save": f"{tmp_path}/runs/x"})
+    assert config == config.with_fields(**named | {"save": f"{tmp_path}/runs/x"})
 
 
 def test_a_file_in_the_way_of_the_copy_is_left_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatronish.config.config import Config
 from megatronish.config.conflicts import CONFLICTS
 from megatronish.config.dump import write_toml
-from megatronish.config.fields import FIELDS, SECTIONS, with_fields
+from megatronish.config.fields import FIELDS, SECTIONS
 from megatronish.config.rules.model import SIGHT_RULES
 from megatronish.config.rules.optimizer import LENGTH_RULES, RATE_RULES
 from megatronish.core.errors import UserError, without_passwords
@@ -60,7 +60,7 @@ class Imported:
     def complaints(self) -> list[str]:
         """What a run will complain about: settings of the file that contradict each other."""
         asked = {name: value for name, value in self.settings.items() if value != FIELDS[name].default}
-        config, contradictions = with_fields(Config(), **self.settings), []
+        config, contradictions = Config().with_fields(**self.settings), []
         for one, other, rule, _ in CONFLICTS:
             pair = [next((name for name in names if name in asked), None) for names in (one, other)]
             if pair[0] is not None and pair[1] is not None:

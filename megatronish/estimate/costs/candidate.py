@@ -1,10 +1,9 @@
 """Candidate layouts: what a search varies, the group sizes that follow, and the config that runs a candidate."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatronish.config.check import problems, refuse_unrunnable_plans
 from megatronish.config.config import Config
-from megatronish.config.fields import with_fields
 from megatronish.core.errors import UserError
 from megatronish.parallel.schedules.table import SCHEDULES
 
@@ -111,26 +110,24 @@ def config_of(base: Config, candidate: Candidate) -> Config:
     """The config of a run in this layout; batch, model and everything else stay."""
     mesh = candidate.mesh
     takes_any_chunks = SCHEDULES[candidate.schedule].num_chunks is None
-    return with_fields(
-        base,
-        **{
-            **UNSET,
-            "tensor_model_parallel_size": mesh.tp,
-            "pipeline_model_parallel_size": mesh.pp,
-            "data_parallel_size": mesh.dp,
-            "context_parallel_size": mesh.cp,
-            "expert_model_parallel_size": mesh.ep,
-            "expert_tensor_parallel_size": mesh.etp if base.model.num_experts is not None else None,
-            "sequence_parallel": candidate.sequence_parallel,
-            "pipeline_schedule": candidate.schedule,
-            "num_virtual_stages_per_pipeline_rank": candidate.chunks if takes_any_chunks else None,
-            "zero_stage": candidate.zero,
-            "recompute_granularity": None if candidate.recompute == "none" else candidate.recompute,
-            "recompute_modules": base.recompute.recompute_modules if candidate.recompute == "selective" else (),
-            "micro_batch_size": candidate.micro_batch,
-            "global_batch_size": base.global_batch_size,
-        },
-    )
+    layout: dict[str, Any] = {
+        **UNSET,
+        "tensor_model_parallel_size": mesh.tp,
+        "pipeline_model_parallel_size": mesh.pp,
+        "data_parallel_size": mesh.dp,
+        "context_parallel_size": mesh.cp,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp if base.model.num_experts is not None else None,
+        "sequence_parallel": candidate.sequence_parallel,
+        "pipeline_schedule": candidate.schedule,
+        "num_virtual_stages_per_pipeline_rank": candidate.chunks if takes_any_chunks else None,
+        "zero_stage": candidate.zero,
+        "recompute_granularity": None if candidate.recompute == "none" else candidate.recompute,
+        "recompute_modules": base.recompute.recompute_modules if candidate.recompute == "selective" else (),
+        "micro_batch_size": candidate.micro_batch,
+        "global_batch_size": base.global_batch_size,
+    }
+    return base.with_fields(**layout)
 
 
 def without_layout(base: Config) -> Config:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatronish.config.fields import with_fields
 from megatronish.core.errors import UserError
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, config_of
 from megatronish.estimate.planner.devices import device_table
@@ -144,7 +143,7 @@ def _changes(search: Search) -> Iterator[tuple[Search, str]]:
         yield replace(search, zero3_in_pipelines=True), "allow ZeRO-3 under a pipeline with --zero3-in-pipelines"
     parallel = search.config.parallel
     if not (parallel.optimizer_cpu_offload or parallel.param_cpu_offload):
-        config = with_fields(search.config, optimizer_cpu_offload=True)
+        config = search.config.with_fields(optimizer_cpu_offload=True)
         yield replace(search, config=config), "add --optimizer-cpu-offload, which is slower"
     whole = {2**power for power in range(1, 20) if search.gpus < 2**power <= MOST_TIMES * search.gpus}
     multiples = {search.gpus * 2**power for power in range(1, 7)}
