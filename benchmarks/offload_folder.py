@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.config.sections.optimizer import OptimizerConfig
-from megatronish.optim.adam import AdamW
+from megatronish.optim.fused import AdamW
 from megatronish.optim.masters import Masters
 from megatronish.parallel.disk import CHUNK, DEPTH, REQUEST, THREADS, DiskFile, in_chunks
 from megatronish.parallel.pinned import Form

@@ -122,10 +122,10 @@ SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 FRAGMENT = 80
 """Lines below which a file that a single other one of its folder imports belongs into that."""
 LEAVES = {
-    "formats/hf/families.py": "a family of models is one file",
-    "objectives/table.py": "an objective is one file",
+    "formats/hf/families.py": "a family of models is one file, or a part of that of its ancestors",
+    "objectives/table.py": "objectives of one kind are one file",
     "optim/optimizer.py": "an optimizer is one file",
-    "parallel/schedules/table.py": "a schedule is one file",
+    "parallel/schedules/table.py": "schedules with a split backward are one file, the others another",
     "tokenizer/build.py": "a kind of tokenizer is one file",
     "report/trackers/table.py": "a tracker is one file, whose library is imported only where it is used",
     "train/hooks/of_run.py": "a hook is one file",
@@ -135,8 +135,6 @@ LEAVES = {
 APART = {
     "estimate/links/draw_png.py": "matplotlib is imported where a picture is drawn",
     "commands/dry_run.py": "its flags and errors wait for no torch",
-    "data/mock.py": "a data set is one file",
-    "data/split_sentences.py": "rules of where sentences end, which have nothing of how text is encoded",
 }
 """Short files with one reader that stay apart, and why."""
 

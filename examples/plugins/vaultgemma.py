@@ -12,7 +12,7 @@ from typing import Any
 from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.decoder import DecoderNames, decoder
 from megatronish.formats.hf.family import ConfigJson, ModelFamily
-from megatronish.formats.hf.gemma2 import GEMMA2
+from megatronish.formats.hf.gemma import GEMMA2
 from megatronish.plugins import register_model_family
 
 # The names of a layer's norms; those of the other tensors are as usual.

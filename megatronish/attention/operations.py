@@ -1,6 +1,6 @@
 """Operations that compute a tile of attention, with what each of them requires: flash, cuDNN, "efficient" and explicit.
 
-They compute the same, with the shapes of tile.py; choice.py chooses one. Torch's own draw masks that would depend on
+They compute the same, with the shapes of tile.py, which chooses one. Torch's own draw masks that would depend on
 the layout; so with dropout the probabilities of a tile are explicit. What those of CUDA require beyond their signatures
 stands at each.
 It was read from torch's sources (2.13) and has not run on a GPU yet: tests with the marker `gpu` in test_attention.py

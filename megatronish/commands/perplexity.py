@@ -25,7 +25,7 @@ from megatronish.data.loader import Collator
 from megatronish.data.text import TokenizedText, Windows, read_text
 from megatronish.data.token_files import TokenFiles
 from megatronish.inference.load import SavedModel, find_trained, load_engine
-from megatronish.inference.perplexity import Perplexity, measure
+from megatronish.inference.scoring import Perplexity, measure
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import leave

@@ -1,20 +1,266 @@
-"""Cleaning: which documents preprocessing leaves out, by a field, by length or by chance, each with its reason.
+"""Cleaning: which documents preprocessing leaves out, each with its reason.
 
+By a field, by length or by chance, by language, for words shared with given texts, or as duplicates (signatures.py).
 Whether a document stays follows from itself and the settings: it does not depend on tasks, workers or their order.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any, NamedTuple
 from unicodedata import unidata_version
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatronish.core.errors import UserError
+from megatronish.core.remote import location
 from megatronish.data.conditions import Condition
-from megatronish.data.decontamination import Decontamination, References
-from megatronish.data.language import LanguageFilter, LanguageJudge
-from megatronish.data.signatures import SEPARATOR, Deduplication
+from megatronish.data.pieces import InputFile
+from megatronish.data.readers import read_batches, read_record
+from megatronish.data.signatures import (
+    SEPARATOR,
+    Deduplication,
+    factors_of,
+    hashes_of_words,
+    normalised,
+    runs_in_order,
+    words_of,
+)
 from megatronish.data.weights import SampleWeights
+
+# Language of documents: by a fastText model that is given (lid.176.bin), else by py3langid, which has its own.
+#
+# Both give one language and a score from 0 to 1 for a text, the same each time. What is judged is the beginning of
+# a document, with white space made equal.
+
+MIN_SCORE = 0.65
+JUDGED = 20_000
+"""Characters of a document that are judged."""
+LABEL = "__label__"
+
+
+class Judged(NamedTuple):
+    """Language of a text, by its code, and how sure it is, from 0 to 1."""
+
+    language: str
+    score: float
+
+
+@dataclass(frozen=True)
+class LanguageFilter:
+    """Languages whose documents stay, if any are named."""
+
+    languages: tuple[str, ...] = ()
+    model: str | None = None
+    """A file of fastText; None is py3langid."""
+    min_score: float = MIN_SCORE
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "LanguageFilter":
+        """From settings under the names of their flags; UserError for those that make no sense."""
+        made = cls(
+            tuple(settings.get("filter_language", ())),
+            settings.get("language_model"),
+            settings.get("min_language_score", MIN_SCORE),
+        )
+        if made.model is not None and not made.languages:
+            raise UserError(f"--language-model {made.model} is of no use without --filter-language; add it, such as en")
+        if not 0 <= made.min_score <= 1:
+            raise UserError(
+                f"--min-language-score {made.min_score:g} must be at least 0 and at most 1; for example {MIN_SCORE}"
+            )
+        return made
+
+    @property
+    def rule(self) -> str:
+        """Name under which documents are counted that are left out."""
+        return f"--filter-language {' '.join(self.languages)}"
+
+    @property
+    def libraries(self) -> dict[str, str]:
+        """Versions of libraries that have a model of their own. UserError if one is missing."""
+        if not self.languages or self.model is not None:
+            return {}
+        _library("py3langid.langid", "py3langid")
+        return {"py3langid": version("py3langid")}
+
+    def judge(self) -> "LanguageJudge":
+        """What judges texts in this process. UserError if the library or the model cannot be read."""
+        return _with_py3langid(self) if self.model is None else _with_fasttext(self, self.model)
+
+
+@dataclass(frozen=True)
+class LanguageJudge:
+    """A filter of languages with its model."""
+
+    rule: LanguageFilter
+    judged: Callable[[str], Judged]
+
+    def refused(self, texts: Sequence[str]) -> Judged | None:
+        """The language of a document that is none of those that stay, or not surely; None for one that stays."""
+        beginning = " ".join(texts)[:JUDGED]
+        # A lone surrogate is no text for a library of C++.
+        judged = self.judged(" ".join(beginning.encode(errors="replace").decode().split()))
+        stays = judged.language in self.rule.languages and judged.score >= self.rule.min_score
+        return None if stays else judged
+
+
+def _with_py3langid(rule: LanguageFilter) -> LanguageJudge:
+    library = _library("py3langid.langid", "py3langid")
+    identifier = library.LanguageIdentifier.from_model_file(library.MODEL_FILE, norm_probs=True)
+    if unknown := sorted(set(rule.languages) - set(identifier.labels)):
+        known = " ".join(sorted(identifier.labels))
+        raise UserError(f"--filter-language {unknown[0]} is no language of py3langid; it knows {known}")
+    return LanguageJudge(rule, lambda text: Judged(*identifier.classify(text)))
+
+
+def _with_fasttext(rule: LanguageFilter, path: str) -> LanguageJudge:
+    library = _library("fasttext", "fasttext-predict")
+    try:
+        model = library.load_model(path)
+        model.predict("a")  # an old fasttext fails with a new numpy only here
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"--language-model {path} cannot be used ({error}); name a model of fastText, such as lid.176.bin, and if "
+            "it is one, pip install fasttext-predict"
+        ) from error
+
+    def judged(text: str) -> Judged:
+        (label, *_), (score, *_) = model.predict(text)
+        return Judged(label.removeprefix(LABEL), float(score))
+
+    return LanguageJudge(rule, judged)
+
+
+def _library(name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"--filter-language needs {package}, which is not installed; pip install {package} (or "
+            "megatronish[language])"
+        ) from error
+
+
+# Decontamination: documents that share a run of words with given texts, such as the questions of a benchmark.
+#
+# The rule of GPT-3 (Brown et al. 2020, appendix C): 13 words in a row, without case and punctuation. A document
+# that has one is left out whole. Every text of every field of a record is looked for, questions and answers alike;
+# a text of fewer words is not.
+
+NGRAM = 13
+LONGEST_NGRAM = 100
+
+
+class SharedRun(NamedTuple):
+    """The file of a text that a document shares words with, and these words."""
+
+    path: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Decontamination:
+    """Files of texts that documents must not share so many words in a row with."""
+
+    paths: tuple[str, ...] = ()
+    ngram: int = NGRAM
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Decontamination":
+        """From settings under the names of their flags; UserError for a number that makes no sense."""
+        made = cls(tuple(settings.get("decontaminate", ())), settings.get("decontaminate_ngram", NGRAM))
+        if not 1 <= made.ngram <= LONGEST_NGRAM:
+            raise UserError(
+                f"--decontaminate-ngram {made.ngram} must be at least 1 and at most {LONGEST_NGRAM}; for example "
+                f"{NGRAM}"
+            )
+        if made.ngram != NGRAM and not made.paths:
+            raise UserError(
+                f"--decontaminate-ngram {made.ngram} says nothing without --decontaminate; name its files, or leave "
+                "this out"
+            )
+        return made
+
+    def references(self) -> "References":
+        """The runs of words of the files. UserError for a file that cannot be read, or has a line that cannot."""
+        runs, files = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        num_texts = num_short = 0
+        for number, path in enumerate(self.paths):
+            for text in _texts_of(path):
+                words = words_of(normalised([text]))
+                num_texts += 1
+                num_short += len(words) < self.ngram
+                runs.append(_runs(words, self.ngram))
+                files.append(np.full(len(runs[-1]), number))
+        all_runs, all_files = np.concatenate(runs), np.concatenate(files)
+        order = np.lexsort((all_files, all_runs))  # of equal runs the first is that of the first file
+        return References(self, all_runs[order], all_files[order], num_texts, num_short)
+
+
+class References(NamedTuple):
+    """Runs of words of given texts, sorted, and the number of the file of each."""
+
+    of: Decontamination
+    runs: NDArray[np.uint64]
+    files: NDArray[np.int64]
+    num_texts: int
+    num_short: int
+
+    def shared(self, texts: Sequence[str]) -> SharedRun | None:
+        """The first run of words that a document shares with a text; None if there is none."""
+        if not len(self.runs):
+            return None
+        for text in texts:
+            words = words_of(normalised([text]))
+            runs = _runs(words, self.of.ngram)
+            places = np.minimum(self.runs.searchsorted(runs), len(self.runs) - 1)
+            if len(hits := np.flatnonzero(self.runs[places] == runs)):
+                first = int(hits[0])
+                return SharedRun(
+                    self.of.paths[int(self.files[places[first]])], " ".join(words[first : first + self.of.ngram])
+                )
+        return None
+
+    def __str__(self) -> str:
+        short = f", of which {self.num_short:,} are shorter and not looked for" if self.num_short else ""
+        return f"runs of {self.of.ngram} words of {self.num_texts:,} texts are looked for{short}"
+
+
+def _runs(words: Sequence[str], ngram: int) -> NDArray[np.uint64]:
+    if len(words) < ngram:
+        return np.empty(0, np.uint64)
+    return runs_in_order(hashes_of_words(words), factors_of(ngram))
+
+
+def _texts_of(path: str) -> Iterator[str]:
+    try:
+        InputFile.of(path, what="--decontaminate")
+    except OSError as error:
+        raise UserError(f"--decontaminate {path} cannot be read: {error.strerror}; check the path") from error
+    for batch in read_batches(location(path), ()):
+        for number, line in enumerate(batch.lines, batch.first_line):
+            if line.strip():
+                try:
+                    yield from _texts_in(read_record(line))
+                except (ValueError, RecursionError) as error:
+                    raise UserError(
+                        f"--decontaminate {path}:{number}: {error}; write a JSON object a line, with texts to look for"
+                    ) from error
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(inner)
+
+
+# Rules of a preprocessing, and the counts of what they leave out.
 
 MAX_EXAMPLES = 10
 """Documents of each reason that are shown."""

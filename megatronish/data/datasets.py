@@ -15,10 +15,11 @@ from megatronish.data.blend import PERIOD, Blend, ScheduledBlend
 from megatronish.data.chat.dataset import open_chats
 from megatronish.data.chat.setup import ChatSetup
 from megatronish.data.fill_in_middle import FilledMiddle, MiddleRule
+from megatronish.data.mock import open_mock
 from megatronish.data.packed import open_pretraining
 from megatronish.data.sample import Dataset, DatasetSettings, DatasetSource, MixingDataset, OpenDataset
 from megatronish.data.samples import TooSmallError
-from megatronish.data.sentences import open_mock, open_sentences
+from megatronish.data.sentences import open_sentences
 from megatronish.data.token_files import TokenFiles
 from megatronish.tokenizer.control_tokens import MaskTokens
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
+from megatronish.data.sentences import SPECIAL, pair, refuse_short
 from megatronish.parallel.streams import numpy_stream
 
 NOISE = 0.05
@@ -56,3 +57,33 @@ def open_mock_samples(source: DatasetSource, settings: DatasetSettings) -> MockS
         vocab_size=settings.vocab_size,
         eod=settings.eod,
     )
+
+
+class MockSentenceSamples:
+    """Pairs of made-up texts without end, which can be learned: each counts up, and B continues A."""
+
+    num_samples: int | None = None
+
+    def __init__(self, mock: MockSamples, settings: DatasetSettings) -> None:
+        assert settings.masks is not None, "sentences need the special tokens of a tokenizer"
+        self.name, self._mock, self._settings, self._masks = mock.name, mock, settings, settings.masks
+        self.identity = hashlib.sha256(f"sentences {mock.identity}".encode()).hexdigest()
+
+    def sample(self, index: int) -> Sample:
+        """A pair whose texts are two parts of a mock sample, in order or not, without filler."""
+        length = self._settings.seq_length
+        cut, swap = numpy_stream(self._settings.seed, "mock sentences", self.name, index).random(2)
+        text = self._mock.sample(index).tokens[: length - SPECIAL]
+        middle = 1 + int(cut * (len(text) - 1))
+        parts, is_swapped = (text[:middle], text[middle:]), bool(swap < 0.5)
+        parts = parts[::-1] if is_swapped else parts
+        return pair(parts, length=length, masks=self._masks, is_swapped=is_swapped, is_full=True)
+
+
+def open_mock(source: DatasetSource, settings: DatasetSettings) -> MockSamples | MockSentenceSamples:
+    """Mock samples named by the source, whose path is not read: of BERT, which has masks, pairs of sentences."""
+    mock = open_mock_samples(source, settings)
+    if settings.masks is None:
+        return mock
+    refuse_short(settings.seq_length)
+    return MockSentenceSamples(mock, settings)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from megatronish.core.errors import UserError
 from megatronish.data.indexed import IndexedTokens
-from megatronish.data.mock import MockSamples, open_mock_samples
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
 from megatronish.data.samples import TooSmallError
 from megatronish.parallel.streams import numpy_stream
@@ -76,7 +75,7 @@ class SentenceSamples:
     ) -> None:
         assert settings.masks is not None, "sentences need the special tokens of a tokenizer"
         self.name, self.settings, self.masks, self.file = source.name, settings, settings.masks, file
-        _refuse_short(settings.seq_length)
+        refuse_short(settings.seq_length)
         facts = (FORMAT, file.identity, documents, settings.seq_length, settings.seed, settings.short_seq_prob)
         self._order = hashlib.sha256(repr(facts).encode()).hexdigest()
         self.identity = hashlib.sha256(f"{self._order} {file.content} {settings.masks}".encode()).hexdigest()
@@ -147,7 +146,8 @@ class SentenceSamples:
             )
 
 
-def _refuse_short(seq_length: int) -> None:
+def refuse_short(seq_length: int) -> None:
+    """UserError for a sample without room for two sentences."""
     if seq_length < SPECIAL + 2:
         raise UserError(
             f"seq_length={seq_length} has no room for two sentences of a token each between {SPECIAL} special tokens; "
@@ -180,33 +180,3 @@ def open_sentences(source: DatasetSource, settings: DatasetSettings) -> Sentence
     file = settings.files.open(source.path)
     first, end = (round(fraction * file.num_documents) for fraction in source.part)
     return SentenceSamples(file, source, settings, documents=range(first, end))
-
-
-class MockSentenceSamples:
-    """Pairs of made-up texts without end, which can be learned: each counts up, and B continues A."""
-
-    num_samples: int | None = None
-
-    def __init__(self, mock: MockSamples, settings: DatasetSettings) -> None:
-        assert settings.masks is not None, "sentences need the special tokens of a tokenizer"
-        self.name, self._mock, self._settings, self._masks = mock.name, mock, settings, settings.masks
-        self.identity = hashlib.sha256(f"sentences {mock.identity}".encode()).hexdigest()
-
-    def sample(self, index: int) -> Sample:
-        """A pair whose texts are two parts of a mock sample, in order or not, without filler."""
-        length = self._settings.seq_length
-        cut, swap = numpy_stream(self._settings.seed, "mock sentences", self.name, index).random(2)
-        text = self._mock.sample(index).tokens[: length - SPECIAL]
-        middle = 1 + int(cut * (len(text) - 1))
-        parts, is_swapped = (text[:middle], text[middle:]), bool(swap < 0.5)
-        parts = parts[::-1] if is_swapped else parts
-        return pair(parts, length=length, masks=self._masks, is_swapped=is_swapped, is_full=True)
-
-
-def open_mock(source: DatasetSource, settings: DatasetSettings) -> MockSamples | MockSentenceSamples:
-    """Mock samples named by the source, whose path is not read: of BERT, which has masks, pairs of sentences."""
-    mock = open_mock_samples(source, settings)
-    if settings.masks is None:
-        return mock
-    _refuse_short(settings.seq_length)
-    return MockSentenceSamples(mock, settings)

@@ -24,12 +24,11 @@ from megatronish.checkpoint.save import HostCopies
 from megatronish.config.config import Config
 from megatronish.data.loader import BatchShare, Collator, micro_batches
 from megatronish.data.masked import MaskedCollator
+from megatronish.data.mock import open_mock
 from megatronish.data.sample import DatasetSettings, DatasetSource
-from megatronish.data.sentences import open_mock
 from megatronish.data.spans import SpanCollator, sample_length
 from megatronish.data.text_pairs import TextPairCollator
-from megatronish.dry_run.attention import Reference, attention_of_a_gpu, dropped_references
-from megatronish.dry_run.cuda_calls import answered_for
+from megatronish.dry_run.gpu import Reference, answered_for, attention_of_a_gpu, dropped_references
 from megatronish.dry_run.ledger import Group, Owners
 from megatronish.dry_run.recorder import StepCounts, StepRecorder
 from megatronish.engine.build import build_engine

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megatronish.dry_run.attention import Reference
+from megatronish.dry_run.gpu import Reference
 from megatronish.dry_run.ledger import StorageLedger
 from megatronish.estimate.costs.step_traffic import TrafficKey
 

@@ -13,8 +13,7 @@ from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
 from megatronish.inference.judge_journal import Journal
-from megatronish.inference.judge_prompts import anonymous, ask_again, judge_messages, read_verdict
-from megatronish.inference.judge_questions import Question
+from megatronish.inference.judge_questions import Question, anonymous, ask_again, judge_messages, read_verdict
 from megatronish.inference.judge_server import AbandonedError, ChatAnswer, ChatServer, RemoteChat, RequestRefusedError
 
 Emit = Callable[[Any], None]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megatronish.attention.all_to_all import for_each_rank, to_heads, to_places
-from megatronish.attention.biased import biased_attention
 from megatronish.attention.cached import KeyValueCache
+from megatronish.attention.explicit import biased_attention
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import Norm, residual_norm

@@ -5,13 +5,10 @@ from collections.abc import Callable
 from megatronish.config.config import Config
 from megatronish.config.fields import read_fields
 from megatronish.core.names import OBJECTIVE_NAMES, options_of
-from megatronish.objectives.cpo import CPO, SimPO
-from megatronish.objectives.dpo import DPO, IPO
-from megatronish.objectives.kto import KTO
 from megatronish.objectives.masked import masked_objective
 from megatronish.objectives.objective import CausalLM
-from megatronish.objectives.orpo import ORPO
 from megatronish.objectives.pairs import AnyObjective
+from megatronish.objectives.preference import CPO, DPO, IPO, KTO, ORPO, SimPO
 
 OBJECTIVES: dict[str, Callable[..., AnyObjective]] = {
     "causal_lm": CausalLM,

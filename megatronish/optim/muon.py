@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatronish.config.sections.optimizer import OptimizerConfig
-from megatronish.optim.adam import AdamW
+from megatronish.optim.fused import AdamW
 from megatronish.optim.masters import Masters, states_of
 from megatronish.parallel import comm
 from megatronish.parallel.bucketing import MOST_AT_ONCE, round_sizes

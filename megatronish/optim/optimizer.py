@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.core.names import OPTIMIZER_NAMES, options_of
-from megatronish.optim.adam import AdamW
+from megatronish.optim.fused import SGD, AdamW
 from megatronish.optim.masters import Masters, Update
 from megatronish.optim.muon import Muon
-from megatronish.optim.sgd import SGD
 from megatronish.parallel.mesh import Domain
 from megatronish.parallel.sharding import Shard, Sharding
 

@@ -9,7 +9,7 @@ from test_duplicates import argv_of, failing, pair_of, run_phases, texts_in
 
 from megatronish.commands.preprocess_tasks import main
 from megatronish.core.errors import UserError
-from megatronish.data.decontamination import Decontamination
+from megatronish.data.cleaning import Decontamination
 from megatronish.data.phases import DuplicateSearch
 from megatronish.data.tasks import read_plan, record_of
 

@@ -13,8 +13,8 @@ from test_duplicates import argv_of, failing, pair_of, run_phases, texts_in
 
 from megatronish.commands.preprocess_tasks import main
 from megatronish.core.errors import UserError
-from megatronish.data import language
-from megatronish.data.language import JUDGED, LanguageFilter
+from megatronish.data import cleaning
+from megatronish.data.cleaning import JUDGED, LanguageFilter
 from megatronish.data.tasks import read_plan, record_of
 
 TEXTS = {
@@ -78,7 +78,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(language, "version", lambda _name: "1.0")
+    monkeypatch.setattr(cleaning, "version", lambda _name: "1.0")
 
 
 def written(folder: Path) -> list[str]:
@@ -122,7 +122,7 @@ def test_documents_of_other_languages_and_unsure_ones_are_left_out(
 def test_the_beginning_of_a_text_is_judged_in_one_line() -> None:
     heard = list[str]()
     judge = LanguageFilter(("en",)).judge()
-    spied = language.LanguageJudge(judge.rule, lambda text: (heard.append(text), judge.judged(text))[1])
+    spied = cleaning.LanguageJudge(judge.rule, lambda text: (heard.append(text), judge.judged(text))[1])
     assert spied.refused(["This\nis \ud800", "b" * JUDGED]) is None
     assert heard[0].startswith("This is ? bbb")
     assert len(heard[0]) == JUDGED
@@ -138,7 +138,7 @@ def test_another_version_or_model_than_the_plan_s_is_refused(
     assert main(["plan", *argv]) == 0
     assert main(["run", *plan, "--task", "0"]) == 0
     with monkeypatch.context() as patched:
-        patched.setattr(language, "version", lambda _name: "1.1")
+        patched.setattr(cleaning, "version", lambda _name: "1.1")
         told = failing(["run", *plan, "--task", "1"], capsys)
         assert "was made with py3langid 1.0, and this machine has 1.1, which may judge otherwise; pip install" in told
         assert main(["plan", *argv]) == 0

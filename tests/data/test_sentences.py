@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from megatronish.core.errors import UserError
+from megatronish.data.encoding import split_sentences
 from megatronish.data.indexed import IndexedTokens, IndexedWriter
-from megatronish.data.mock import open_mock_samples
+from megatronish.data.mock import open_mock, open_mock_samples
 from megatronish.data.preprocess import preprocess
 from megatronish.data.sample import DatasetSettings, DatasetSource, Sample
-from megatronish.data.sentences import SentenceSamples, open_mock, open_sentences
-from megatronish.data.split_sentences import split_sentences
+from megatronish.data.sentences import SentenceSamples, open_sentences
 from megatronish.tokenizer.control_tokens import MaskTokens
 from megatronish.tokenizer.plain import BytesTokenizer, NullTokenizer
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatronish.attention import dropout_attention
 from megatronish.attention.mask import BLOCK, AttentionMask
-from megatronish.dry_run.attention import Reference, computed_scores, dropped_references
+from megatronish.dry_run.gpu import Reference, computed_scores, dropped_references
 from megatronish.dry_run.recorder import StepRecorder
 from megatronish.specs.block_pattern import BlockPattern
 

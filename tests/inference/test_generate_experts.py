@@ -15,7 +15,7 @@ from megatronish.commands.perplexity import prepare as prepare_evaluation
 from megatronish.core.errors import UserError
 from megatronish.data.loader import Collator
 from megatronish.inference.load import find_trained, load_engine, load_model
-from megatronish.inference.perplexity import measure
+from megatronish.inference.scoring import measure
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import leave
 from megatronish.train.run import start_mesh

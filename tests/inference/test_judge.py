@@ -20,8 +20,13 @@ from paths import ROOT
 
 from megatronish.commands.judge import main
 from megatronish.inference.judge_journal import Journal
-from megatronish.inference.judge_prompts import anonymous, read_verdict
-from megatronish.inference.judge_questions import TEMPERATURES, read_questions, shipped_questions
+from megatronish.inference.judge_questions import (
+    TEMPERATURES,
+    anonymous,
+    read_questions,
+    read_verdict,
+    shipped_questions,
+)
 from megatronish.inference.judge_server import read_endpoint
 from megatronish.inference.judge_table import markdown, wilson
 

@@ -13,12 +13,9 @@ from torch import Tensor
 
 from megatronish.engine.forward import PairPreparation, Scorer
 from megatronish.model.batch import CompletionPairs, MicroBatch, StepNumbers
-from megatronish.objectives.cpo import CPO, SimPO
-from megatronish.objectives.dpo import DPO, IPO
-from megatronish.objectives.kto import KTO
 from megatronish.objectives.objective import CausalLM
-from megatronish.objectives.orpo import ORPO
 from megatronish.objectives.pairs import PairObjective, PairScores, counted_once, pair_scores
+from megatronish.objectives.preference import CPO, DPO, IPO, KTO, ORPO, SimPO
 from megatronish.parallel.mesh import Axis, Mesh
 
 CP = Axis("cp")

@@ -11,7 +11,7 @@ from jobs import tiny, train_on_ranks
 from torch import Tensor, nn
 
 from megatronish.config.sections.optimizer import OptimizerConfig
-from megatronish.optim.adam import FusedAdamChoice, adamw, find_fused_adam
+from megatronish.optim.fused import FusedAdamChoice, adamw, find_fused_adam
 from megatronish.optim.global_norm import global_norm, num_zeros
 from megatronish.optim.optimizer import Optimizer, optimizer_line
 from megatronish.parallel.mesh import Axis, dense_domain
@@ -97,7 +97,7 @@ def test_gradients_may_be_divided_as_the_kernel_reads_them(
     monkeypatch.setattr(Tensor, "is_cuda", True)
     assert optimizer.divides
     assert not optimizer_of(parameters_of(), OptimizerConfig(optimizer="muon"))[0].divides
-    monkeypatch.setattr("megatronish.optim.adam.find_fused_adam", lambda _: FusedAdamChoice(FusedAdam, "for the test"))
+    monkeypatch.setattr("megatronish.optim.fused.find_fused_adam", lambda _: FusedAdamChoice(FusedAdam, "for the test"))
     assert config is SGD or not optimizer_of(parameters_of(), config)[0].divides
 
 
@@ -253,7 +253,7 @@ def test_apex_steps_masters_on_cuda_and_is_told_what_torch_is(monkeypatch: pytes
 
 
 def test_apex_finds_our_state_and_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronish.optim.adam.find_fused_adam", lambda _: FusedAdamChoice(FusedAdam, "for the test"))
+    monkeypatch.setattr("megatronish.optim.fused.find_fused_adam", lambda _: FusedAdamChoice(FusedAdam, "for the test"))
     optimizer, _ = optimizer_of(parameters_of(), ADAM)
     optimizer.num_steps = 6
     inner = optimizer.updates["usual"].in_memory.inner

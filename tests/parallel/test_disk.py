@@ -133,7 +133,7 @@ import sys
 from pathlib import Path
 import torch
 from megatronish.config.sections.optimizer import OptimizerConfig
-from megatronish.optim.adam import AdamW
+from megatronish.optim.fused import AdamW
 from megatronish.optim.masters import Masters
 from megatronish.parallel.disk import DiskFile
 from megatronish.parallel.pinned import Form

@@ -17,7 +17,7 @@ from megatronish.core.names import OPTIMIZER_NAMES, Choice, options_of, options_
 from megatronish.data.datasets import build_datasets
 from megatronish.data.mock import MockSamples
 from megatronish.formats.hf.llama import LLAMA, LLAMA_TENSORS
-from megatronish.optim.sgd import SGD
+from megatronish.optim.fused import SGD
 
 LION = EXAMPLES / "lion.py"
 
@@ -296,7 +296,7 @@ def test_the_momentum_of_an_optimizer_that_says_it_has_one_may_cycle() -> None:
 def test_an_optimizer_may_be_a_function(tmp_path: Path) -> None:
     """A function has no `described`: the first lines of the run have the name of --optimizer then."""
     text = (
-        "from megatronish.optim.sgd import SGD\n"
+        "from megatronish.optim.fused import SGD\n"
         "from megatronish.plugins import register_optimizer\n"
         "register_optimizer('plain', lambda masters, config: SGD(masters, config), moments=1)\n"
     )

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from megatronish.commands.configuration import read_config
-from megatronish.dry_run.attention import attention_of_a_gpu
-from megatronish.dry_run.cuda_calls import answered_for
+from megatronish.dry_run.gpu import answered_for, attention_of_a_gpu
 from megatronish.dry_run.rank import _mesh, own_tables, references
 from megatronish.dry_run.recorder import StepRecorder
 from megatronish.inference import generate

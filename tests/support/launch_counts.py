@@ -26,7 +26,7 @@ if os.environ["MEGATRONISH_KERNELS"] == "triton":
     operators.load_kernels = lambda: "the kernels are not built"  # type: ignore[assignment]
 
 from megatronish.commands.configuration import read_config  # noqa: E402
-from megatronish.dry_run import attention, rank  # noqa: E402
+from megatronish.dry_run import gpu, rank  # noqa: E402
 
 GATED = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
 GATED += "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --group-query-attention "
@@ -54,7 +54,7 @@ class Launches(NamedTuple):
 def whole() -> Iterator[None]:
     """Meanwhile every block of attention and every piece of a matrix runs."""
     with (
-        patch.object(attention, "_few_blocks", attention.all_blocks),
+        patch.object(gpu, "_few_blocks", gpu.all_blocks),
         patch.object(rank, "_largest_piece", rank.all_pieces),
     ):
         yield

@@ -20,7 +20,7 @@ from test_newer_experts_equal_serial import LAYERS, MIXED, ONE
 from test_qk_clip_equal_serial import BELOW
 from test_shared_heads_equal_serial import BY_HEAD
 from test_variants_equal_serial import LONGROPE
-from theorem_cases import adapted_problem_of, choices, problem_of, spread_of
+from theorem_cases import ADAPTERS, adapted_problem_of, choices, problem_of, spread_of
 
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import RecomputeConfig, RecomputeModule
@@ -96,6 +96,13 @@ CASES = {
         *(Layout(dp=2, tp=2), {"ep": "most", "dispatcher": "deepep", "sequence_parallel": True}),
         *(llama4, ("moe_act", "layernorm"), "softmax"),
     ),
+    "IA3 of experts with a capacity, by DeepEP": Together(
+        *(Layout(dp=2), {"ep": "most", "dispatcher": "deepep", "adapter": "ia3", "zero": 1}, {}),
+        *(("moe_act",), "capacity"),
+    ),
+    "LoRA of experts with a capacity": Together(
+        *(Layout(tp=2), {"ep": "most", "adapter": "lora", "sequence_parallel": True}, {}, ("moe",), "capacity")
+    ),
     "experts ahead by DeepEP, zb-v": Together(
         *(Layout(dp=2, pp=2), {"schedule": "zb-v", "num_microbatches": 3, "ep": "most", "dispatcher": "deepep"}),
         *(mixed, ("moe", "shared_experts"), "sigmoid"),
@@ -115,6 +122,8 @@ def case_of(case: Together) -> tuple[Problem, Spread]:
     chosen = plain | fixed | {"tied": False, "experts": case.experts, "etp": "one"} | case.given
     if case.experts is not None:
         problem, spread = expert_problem(case.layout, chosen), expert_spread(case.layout, chosen)
+        if "adapter" in case.given:
+            problem = replace(problem, adapter=ADAPTERS[chosen["adapter"]])
     else:
         make = adapted_problem_of if "adapter" in case.given else problem_of
         problem, spread = make(case.layout, chosen), spread_of(case.layout, chosen)

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatronish.compat.importers.deepspeed_optimizer import SWITCHES as OF_OPTIMIZERS
-from megatronish.compat.importers.deepspeed_optimizer import optimizer
-from megatronish.compat.importers.deepspeed_scheduler import SWITCHES as OF_SCHEDULERS
-from megatronish.compat.importers.deepspeed_scheduler import scheduler
+from megatronish.compat.importers.deepspeed_optimizer import (
+    OPTIMIZER_SWITCHES,
+    SCHEDULER_SWITCHES,
+    optimizer,
+    scheduler,
+)
 from megatronish.compat.importers.deepspeed_sparse import sparse_attention
 from megatronish.compat.importers.imported import (
     AUTO,
@@ -387,8 +389,8 @@ SWITCHES: Switches = {
     **dict.fromkeys(("bf16.enabled", "bfloat16.enabled", "fp16.enabled"), AUTO_TOO),
     **dict.fromkeys(("torch_autocast.enabled", "amp.enabled"), AUTO_TOO),
     "fp16.consecutive_hysteresis": (),
-    **{f"optimizer.params.{key}": others for key, others in OF_OPTIMIZERS.items()},
-    **{f"scheduler.params.{key}": others for key, others in OF_SCHEDULERS.items()},
+    **{f"optimizer.params.{key}": others for key, others in OPTIMIZER_SWITCHES.items()},
+    **{f"scheduler.params.{key}": others for key, others in SCHEDULER_SWITCHES.items()},
     **switches_of(ZERO, within="zero_optimization.", others=AUTO_TOO),
     **dict.fromkeys((f"zero_optimization.{key}" for key in CODES), ()),
     **dict.fromkeys(("activation_checkpointing.cpu_checkpointing", "compile.enabled", "compile.deepcompile"), ()),

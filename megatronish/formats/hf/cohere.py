@@ -1,4 +1,7 @@
-"""Cohere (Command R): attention and MLP side by side on one LayerNorm without bias, scaled logits."""
+"""Cohere: Command R, R7B and A.
+
+Command R: attention and MLP side by side on one LayerNorm without bias, scaled logits.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,13 +11,13 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.decoder import DecoderNames, decoder, read_decoder, write_decoder
 from megatronish.formats.hf.family import ConfigJson, ModelFamily
 from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS
+from megatronish.formats.hf.window import read_layer_types, rope_where_it_slides, write_layer_types
 from megatronish.formats.tensor_rule import TensorRule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-COHERE_DEFAULTS = {key: value for key, value in LLAMA_DEFAULTS.items() if key not in ("head_dim", "rms_norm_eps")} | {
+_COHERE_DEFAULTS = {key: value for key, value in LLAMA_DEFAULTS.items() if key not in ("head_dim", "rms_norm_eps")} | {
     "vocab_size": 256000,
     "hidden_size": 8192,
     "intermediate_size": 22528,
@@ -26,10 +29,10 @@ COHERE_DEFAULTS = {key: value for key, value in LLAMA_DEFAULTS.items() if key no
     "tie_word_embeddings": True,
     "eos_token_id": 255001,
 }
-_COHERE = COHERE_DEFAULTS | {"use_qk_norm": False}
+_COHERE = _COHERE_DEFAULTS | {"use_qk_norm": False}
 
 
-def read_any_cohere(config: ConfigJson, base: float) -> dict[str, Any]:
+def _read_any_cohere(config: ConfigJson, base: float) -> dict[str, Any]:
     """Fields of Cohere 1 and 2; `base` is that of RoPE where no key says it."""
     if config.number("logit_scale") == 0:
         config.refuse("logit_scale", "makes all logits zero", remedy="correct that line")
@@ -45,7 +48,7 @@ def read_any_cohere(config: ConfigJson, base: float) -> dict[str, Any]:
     }
 
 
-def write_any_cohere(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+def _write_any_cohere(model: ModelConfig, seq_length: int) -> dict[str, Any]:
     """Keys of Cohere 1 and 2."""
     return {
         **write_decoder(model, seq_length),
@@ -57,11 +60,11 @@ def write_any_cohere(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 
 def _read_cohere(config: ConfigJson) -> dict[str, Any]:
     has_norm = config.flag("use_qk_norm")
-    return read_any_cohere(config, 500000.0) | {"qk_layernorm": has_norm, "qk_layernorm_by_head": has_norm}
+    return _read_any_cohere(config, 500000.0) | {"qk_layernorm": has_norm, "qk_layernorm_by_head": has_norm}
 
 
 def _write_cohere(model: ModelConfig, seq_length: int) -> dict[str, Any]:
-    return write_any_cohere(model, seq_length) | {"use_qk_norm": model.qk_layernorm}
+    return _write_any_cohere(model, seq_length) | {"use_qk_norm": model.qk_layernorm}
 
 
 def _qk_norms(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorRule]:
@@ -88,4 +91,33 @@ COHERE = ModelFamily(
     _write_cohere,
     lambda _model: None,
     decoder(DecoderNames(), qk_norms=_qk_norms),
+)
+
+
+# Cohere 2 (Command R7B, A): a Cohere with windows in three of four layers, and RoPE in those alone.
+
+_COHERE2 = _COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4}
+
+
+def _read_cohere2(config: ConfigJson) -> dict[str, Any]:
+    fields = _read_any_cohere(config, 10000.0)
+    fields |= read_layer_types(config, every_key="sliding_window_pattern")
+    if fields["window_size"] is None:
+        config.refuse("layer_types", "leaves no layer with a window, and so none with RoPE")
+    return fields | rope_where_it_slides(fields)
+
+
+def _write_cohere2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
+    return _write_any_cohere(model, seq_length) | write_layer_types(model)
+
+
+COHERE2 = ModelFamily(
+    "Cohere2ForCausalLM",
+    ROWS,
+    _COHERE2,
+    {},
+    _read_cohere2,
+    _write_cohere2,
+    lambda _model: None,
+    decoder(DecoderNames()),
 )

@@ -6,7 +6,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.formats.hf.decoder import DecoderNames, decoder, read_decoder, write_decoder
 from megatronish.formats.hf.family import ConfigJson, ModelFamily
 from megatronish.formats.hf.llama import LLAMA_DEFAULTS, ROWS
-from megatronish.formats.hf.olmo2 import OUTPUT_NORMS
+from megatronish.formats.hf.olmo import OUTPUT_NORMS
 from megatronish.formats.hf.window import layers_that_slide, read_layer_types, rope_where_it_slides, write_layer_types
 
 _EXAONE4 = {key: value for key, value in LLAMA_DEFAULTS.items() if key != "head_dim"} | {

@@ -5,45 +5,31 @@ from megatronish.formats.hf.arcee import ARCEE
 from megatronish.formats.hf.baichuan import BAICHUAN
 from megatronish.formats.hf.bert import BERT
 from megatronish.formats.hf.bloom import BLOOM
-from megatronish.formats.hf.cohere import COHERE
-from megatronish.formats.hf.cohere2 import COHERE2
+from megatronish.formats.hf.cohere import COHERE, COHERE2
 from megatronish.formats.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from megatronish.formats.hf.ernie4_5 import ERNIE4_5
 from megatronish.formats.hf.exaone4 import EXAONE4
 from megatronish.formats.hf.falcon import FALCON
 from megatronish.formats.hf.family import ModelFamily
-from megatronish.formats.hf.gemma import GEMMA
-from megatronish.formats.hf.gemma2 import GEMMA2
-from megatronish.formats.hf.gemma3 import GEMMA3
-from megatronish.formats.hf.glm4 import GLM4
-from megatronish.formats.hf.glm4_moe import GLM4_MOE
+from megatronish.formats.hf.gemma import GEMMA, GEMMA2, GEMMA3
+from megatronish.formats.hf.glm4 import GLM4, GLM4_MOE
 from megatronish.formats.hf.gpt2 import GPT2
 from megatronish.formats.hf.gpt_neox import GPT_NEOX
 from megatronish.formats.hf.gpt_oss import GPT_OSS
 from megatronish.formats.hf.gptj import GPTJ
-from megatronish.formats.hf.granite import GRANITE
-from megatronish.formats.hf.granitemoe import GRANITEMOE, GRANITEMOESHARED
+from megatronish.formats.hf.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
 from megatronish.formats.hf.helium import HELIUM
 from megatronish.formats.hf.hunyuan import HUNYUAN
 from megatronish.formats.hf.llama import LLAMA
 from megatronish.formats.hf.llama4 import LLAMA4
 from megatronish.formats.hf.minimax_m2 import MINIMAX_M2
-from megatronish.formats.hf.mistral import MISTRAL
-from megatronish.formats.hf.mixtral import MIXTRAL
+from megatronish.formats.hf.mistral import MISTRAL, MIXTRAL
 from megatronish.formats.hf.mpt import MPT
 from megatronish.formats.hf.nemotron import NEMOTRON
-from megatronish.formats.hf.olmo import OLMO
-from megatronish.formats.hf.olmo2 import OLMO2
-from megatronish.formats.hf.olmo3 import OLMO3
-from megatronish.formats.hf.olmoe import OLMOE
+from megatronish.formats.hf.olmo import OLMO, OLMO2, OLMO3, OLMOE
 from megatronish.formats.hf.opt import OPT
-from megatronish.formats.hf.phi import PHI
-from megatronish.formats.hf.phi3 import PHI3
-from megatronish.formats.hf.phimoe import PHIMOE
-from megatronish.formats.hf.qwen2 import QWEN2
-from megatronish.formats.hf.qwen2_moe import QWEN2_MOE
-from megatronish.formats.hf.qwen3 import QWEN3
-from megatronish.formats.hf.qwen3_moe import QWEN3_MOE
+from megatronish.formats.hf.phi import PHI, PHI3, PHIMOE
+from megatronish.formats.hf.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatronish.formats.hf.seed_oss import SEED_OSS
 from megatronish.formats.hf.smollm3 import SMOLLM3
 from megatronish.formats.hf.stablelm import STABLELM

@@ -1,19 +1,16 @@
 """Table of the pipeline schedules, by the names of --pipeline-schedule.
 
-A new schedule is a file in this folder and a line in `SCHEDULES`: `simulate`, the executor, the drawings, the tools and
-the tests take it from this table.
+A new schedule is a function in a file of this folder and a line in `SCHEDULES`: `simulate`, the executor, the drawings,
+the tools and the tests take it from this table.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatronish.core.errors import UserError
-from megatronish.parallel.schedules.gpipe import gpipe
-from megatronish.parallel.schedules.interleaved import interleaved
-from megatronish.parallel.schedules.one_f_one_b import one_f_one_b
+from megatronish.parallel.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b
 from megatronish.parallel.schedules.plan import Action, Placement, Plan, looped, v_shaped
-from megatronish.parallel.schedules.zb_h1 import zb_h1
-from megatronish.parallel.schedules.zb_v import zb_v
+from megatronish.parallel.schedules.zero_bubble import zb_h1, zb_v
 
 RECEIVES_AHEAD = 1
 """Number of actions by which a receive is posted early, so that the transfer overlaps with their computation."""

@@ -10,9 +10,9 @@ import pytest
 import torch
 from paths import ROOT
 
-from megatronish.attention import choice, tile
-from megatronish.attention.choice import TABLE, TileProblem, row_for
+from megatronish.attention import tile
 from megatronish.attention.operations import CUDNN, EFFICIENT, EXPLICIT, FLASH, FLASH_ON_CPU, Operation, TileMask
+from megatronish.attention.tile import TABLE, TileProblem, row_for
 
 HOPPER = TileProblem("cuda", torch.bfloat16, 128, capability=(9, 0), cudnn=91_002)
 CHOSEN = {
@@ -72,12 +72,12 @@ def test_operations_of_a_gpu_take_tiles_with_shared_heads(operation: Operation, 
 def test_what_torch_has_is_asked_for() -> None:
     """cuDNN that is switched off is none, and an implementation of flash attention is known by its name."""
     with patch.object(torch.backends.cudnn, "version", lambda: 91_002):
-        assert choice._cudnn_version() == 91_002
+        assert tile._cudnn_version() == 91_002
         with patch.object(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False):
-            assert choice._cudnn_version() == 0
-    assert choice._flash_in_use() == "FA2"
+            assert tile._cudnn_version() == 0
+    assert tile._flash_in_use() == "FA2"
     with patch.object(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3"):
-        assert choice._flash_in_use() == "FA3"
+        assert tile._flash_in_use() == "FA3"
 
 
 def test_a_tile_on_a_cpu_is_flash_attention() -> None:

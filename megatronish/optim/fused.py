@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101), by NVIDIA apex's FusedAdam or torch's fused kernel.
+"""AdamW and SGD by fused kernels: of torch, or of NVIDIA apex for AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101).
 
 apex is used where it is installed and the masters are on CUDA. Both keep the same two states under the same names, so
 a checkpoint written with one resumes with the other.
@@ -62,3 +62,22 @@ def find_fused_adam(masters_on: torch.device) -> FusedAdamChoice:
     if not (isinstance(fused_adam, type) and issubclass(fused_adam, torch.optim.Optimizer)):
         return FusedAdamChoice(None, "apex.optimizers.FusedAdam is no optimizer: this is not NVIDIA's apex")
     return FusedAdamChoice(fused_adam, "masters are on CUDA")
+
+
+# Stochastic gradient descent with momentum, by torch's fused kernel.
+
+
+class SGD(TorchUpdate):
+    """SGD with momentum; its weight decay is not decoupled: it is part of the gradient, as in torch."""
+
+    state_names = ("momentum_buffer",)
+
+    def __init__(self, masters: Masters, config: OptimizerConfig) -> None:
+        super().__init__(
+            masters, lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
+        )
+
+    @staticmethod
+    def described(_masters_on: torch.device, /) -> str:
+        """The kernel, the same for all devices."""
+        return "torch's fused SGD"
