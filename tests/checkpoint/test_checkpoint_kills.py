@@ -228,7 +228,6 @@ CASES = [
 CHOSEN = [
     ("in-the-first-step", ""),
     ("in-a-later-step", "--tp 2 --pp 2"),
-    ("while-tensors-are-written", "--async-save"),
     ("before-the-pointer", "--async-save --tp 2 --pp 2"),
 ]
 
@@ -275,6 +274,7 @@ def test_a_run_killed_at_a_dozen_random_moments_ends_as_if_nothing_had_been(tmp_
     assert_like_one_that_was_left_in_peace(tmp_path, flags, world_size=1, num_steps=60)
 
 
+@pytest.mark.sweep
 def test_four_ranks_killed_at_random_moments_end_as_if_nothing_had_been(tmp_path: Path) -> None:
     """All at once, or one of them, whose launcher then ends the others while their threads write."""
     numbers = random.Random(4)

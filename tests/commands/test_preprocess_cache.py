@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from command_lines import small
 from jobs import tiny, train_on_ranks, write_tokens
+from sweeps import some_of
 
 from megatronish.commands.configuration import read_config
 from megatronish.commands.preprocess_tasks import main
@@ -60,7 +61,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", some_of(RUNS, ["epochs", "a schedule", "samples", "packed", "several to evaluate", "a store"])
+)
 def test_a_run_writes_no_index_after_it(name: str, tmp_path: Path) -> None:
     places = {each: tmp_path / each for each in ("a", "b", "cache")}
     for seed, each in enumerate("ab"):

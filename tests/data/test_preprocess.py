@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from jobs import Finished
 from paths import ROOT
 from ranks import is_running, wait_until
 from scripts import run_script
+from sweeps import some_of
 
 from megatronish.commands.preprocess import (
     PreprocessArguments,
@@ -319,8 +321,10 @@ def test_the_kind_of_tokenizer_follows_from_its_files() -> None:
     assert kind(vocab_file="v", merge_file="m", tokenizer_type="bytes") == "bytes"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("signum", "workers"),
+    some_of(product((signal.SIGTERM, signal.SIGHUP), (1, 2)), [(signal.SIGTERM, 2), (signal.SIGHUP, 1)]),
+)
 def test_a_signal_leaves_no_file_behind(tmp_path: Path, workers: int, signum: int) -> None:
     parent = endless_tool(tmp_path, workers=workers)
     parent.send_signal(signum)

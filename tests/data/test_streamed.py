@@ -17,6 +17,7 @@ import pytest
 from jobs import VOCABULARY, run_job, steps_of, tiny, train_on_ranks, write_tokens
 from object_stores import NEEDS_S3
 from ranks import warm_context
+from sweeps import further
 
 from megatronish.commands.inspect_data import main as inspect
 from megatronish.config.sections.data import BlendPhase, DataConfig, FimConfig
@@ -272,7 +273,8 @@ def _mortal(wait: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "reason"), [(dead_after_fifty, "the connection was lost"), (silent_after_fifty, "no answer within 0.5 s")]
+    ("plant", "reason"),
+    [further((dead_after_fifty, "the connection was lost")), (silent_after_fifty, "no answer within 0.5 s")],
 )
 def test_a_store_that_dies_ends_a_run_with_a_sentence(plant: Callable[[], None], reason: str, tmp_path: Path) -> None:
     url = store_on_disk(tmp_path)

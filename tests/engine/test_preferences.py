@@ -46,14 +46,12 @@ LAYOUTS = {
 # (objectives/test_preference_losses.py).
 CHOSEN = [
     ("dpo", "pp 2, zb-h1, recomputed"),
-    ("kto", "cp 2, micro-batches of 2"),
     ("dpo with a model", "pp 2 x cp 2"),
     ("dpo with a model", "dp 2, ZeRO 3, recomputed"),
     ("kto with a model", "dp 2 x tp 2"),
     ("orpo, a pair a row", "cp 2, micro-batches of 2"),
     ("robust", "dp 2, ZeRO 1"),
     ("simpo", "dp 2 x tp 2"),
-    ("cpo", "dp 2 x tp 2"),
     ("orpo", "cp 2 a2a x dp 2, ZeRO 2"),
 ]
 

@@ -142,7 +142,7 @@ def test_the_layout_of_the_file_is_no_reason_to_refuse(words: list[str], capsys:
         assert (note in out) == any(flag in word for word in words)
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_remedies_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = plan(*LLAMA_70B, "--gpus", "16", "--explain", "tp=1", capsys=capsys)
     assert "no single change makes it fit; leave --explain out, which lists layouts that do" in err
@@ -238,6 +238,7 @@ def test_a_probe_of_this_machine_calibrates_a_device(tmp_path: Path, capsys: pyt
     assert "calibrated: matrix products and host of" in out
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_a_probe_measures_the_links_of_the_ranks_of_a_machine(tmp_path: Path) -> None:
     measured = tmp_path / "probe.jsonl"

@@ -354,6 +354,7 @@ there_and_back(big, folder / "big")
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux limits what a process may hold")
 def test_a_model_larger_than_the_memory_that_is_allowed_is_converted(tmp_path: Path) -> None:
     big = tmp_path / "theirs"

@@ -14,7 +14,7 @@ from chat_tokenizers import said
 from jobs import Finished, tiny, train_on_ranks
 from ranks import run_ranks, wait_until
 from scripts import open_pipe, run_script, started_script
-from sweeps import some_of
+from sweeps import further, some_of
 
 from megatronish.commands.main import COMMANDS
 from megatronish.core.layout import Layout
@@ -74,7 +74,7 @@ def in_one_session(place: Place, models: Models, layout: Layout) -> dict[str | N
     return texts
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [further(Layout()), further(Layout(tp=2)), Layout(tp=2, pp=2)], ids=str)
 def test_adapters_that_are_switched_write_what_each_writes_alone(models: Models, layout: Layout) -> None:
     texts = run_ranks(layout.world_size, in_one_session, models, layout)[0]
     folders: dict[str | None, Path | None] = {None: None, **models.adapters}

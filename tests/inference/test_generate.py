@@ -16,6 +16,7 @@ from conversions import to_ours
 from jobs import call_main, run_job, tiny, train_on_ranks, write_tokens
 from paths import GOLDEN
 from ranks import run_ranks
+from sweeps import some_of
 from test_model import VARIANTS, VOCABULARY, S, model_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
@@ -242,7 +243,7 @@ def rank_of(place: Place, load: Path, layout: Layout, prompts: list[list[int]]) 
     return seen_of(trained.model, prompts, num_tokens=12, seq_length=trained.description.seq_length, mesh=mesh)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", *MODELS])
+@pytest.mark.parametrize("kind", some_of(["gpt2", *MODELS], ["gpt2", "latent"]))
 def test_every_layout_writes_what_one_process_writes(trained: Path, data: str, tmp_path: Path, kind: str) -> None:
     load = trained
     if kind != "gpt2":

@@ -71,7 +71,7 @@ COMMUNICATION = {f"communication {axis}" for axis in ("tp", "cp", "dp", "pp", "e
     ("flags", "world_size", "expected"),
     [
         pytest.param("", 1, set(), marks=pytest.mark.sweep),
-        ("--tp 2 --sequence-parallel", 2, {"communication tp"}),
+        further(("--tp 2 --sequence-parallel", 2, {"communication tp"})),
         pytest.param("--dp 2 --use-distributed-optimizer", 2, {"communication dp"}, marks=pytest.mark.sweep),
         pytest.param("--dp 2 --zero-stage 3", 2, {"communication dp"}, marks=pytest.mark.sweep),
         ("--pp 2 --pipeline-schedule 1f1b", 2, {"communication pp", "pipeline bubble"}),

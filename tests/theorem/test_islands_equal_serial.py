@@ -168,7 +168,7 @@ T5: list[tuple[Layout, Chosen]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "given"), T5, ids=[str(layout) for layout, _ in T5])
+@pytest.mark.parametrize(("layout", "given"), some_of(T5, T5[1:2]), ids=[str(layout) for layout, _ in T5])
 def test_islands_of_a_t5_are_as_many_runs_of_one_process(layout: Layout, given: Chosen) -> None:
     plain = {feature: values[0] for feature, values in choices_of(layout).items()}
     chosen = plain | {"family": "t5", "eod_mask_loss": False, "trained": "model", "micro_batch_size": 2} | given

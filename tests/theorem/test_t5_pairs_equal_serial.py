@@ -11,6 +11,7 @@ import pytest
 from chat_tokenizers import write_lines
 from comparison import assert_close, whole
 from ranks import run_ranks
+from sweeps import some_of
 from theorem import Parts, parts
 
 from megatronish.config.config import Config
@@ -118,7 +119,7 @@ def alone(folder: Path) -> Seen:
     return one_step(Place(), {}, str(folder), 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_of(LAYOUTS, ["cp 2, pp 2", "dp 4, ZeRO 3", "tp 2, pp 2, dp 2"]))
 def test_a_step_on_pairs_is_that_of_one_process(layout: str, folder: Path, alone: Seen) -> None:
     sizes = LAYOUTS[layout]
     ranks = int(np.prod([size for name, size in sizes.items() if name.endswith("parallel_size")]))

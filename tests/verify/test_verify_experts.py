@@ -31,7 +31,9 @@ def verify(folder: Path, flags: str, **options: object) -> Finished:
         "--dp 2 --ep 2",
         further("--tp 2 --cp 2 --ep 2 --etp 1 --zero-stage 3 --recompute-granularity full"),
         "--dp 4 --ep 4 --etp 1 --moe-router-topk 2 --moe-expert-rank-capacity-factor 1",  # steps are computed again
-        "--tp 2 --pp 2 --etp 2 --sequence-parallel --moe-expert-capacity-factor 0.75 --pipeline-schedule zb-h1",
+        further(
+            "--tp 2 --pp 2 --etp 2 --sequence-parallel --moe-expert-capacity-factor 0.75 --pipeline-schedule zb-h1"
+        ),
     ],
 )
 def test_a_good_layout_of_experts_trains_the_same_model(tmp_path: Path, layout: str) -> None:

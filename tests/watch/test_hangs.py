@@ -144,6 +144,7 @@ def test_a_disk_that_does_not_answer_is_told_before_its_ranks_can_end_and_then_t
             job.wait()
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not can_trace(), reason="needs to trace processes")
 def test_a_launcher_leaves_with_its_sentence_before_the_disk_answers(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -125,7 +125,7 @@ SIZES = "--hidden-size 48 --num-attention-heads 4 --ddp-bucket-size 4000 --globa
 SMALL = f"{SIZES} {NO_DROPOUT} --clip-grad 0"
 TWELVE = f"{SIZES.replace('size 8', 'size 12')} {NO_DROPOUT}"
 CASES = [
-    "--dp 2 --zero-stage 1",
+    further("--dp 2 --zero-stage 1"),
     further("--dp 4 --zero-stage 2"),
     further("--dp 4 --zero-stage 3"),
     further("--dp 2 --zero-stage 1 --pp 2 --pipeline-schedule zb-h1"),
@@ -210,7 +210,9 @@ def test_weights_are_sent_as_codes(case: str) -> None:
         assert sent["c10d::_allgather_base_"] < 1.1 * 20 / (16 * width) * plain["c10d::_allgather_base_"]
 
 
-@pytest.mark.parametrize("codes", ["--zero-stage 2 --zero-quantized-gradients int8", f"--zero-stage 3 {WEIGHTS}"])
+@pytest.mark.parametrize(
+    "codes", ["--zero-stage 2 --zero-quantized-gradients int8", further(f"--zero-stage 3 {WEIGHTS}")]
+)
 def test_a_run_has_the_same_bits_again_and_when_it_is_resumed(codes: str, tmp_path: Path) -> None:
     flags = in_few_micro_batches(f"{SIZES} --dp 2 {codes} --train-iters 3 --save-interval 1")
     train_on_ranks(tiny(tmp_path / "whole", flags), world_size=2)

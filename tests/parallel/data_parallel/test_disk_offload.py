@@ -95,7 +95,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "size"), LAYOUTS, ids=[flags for flags, _ in LAYOUTS])
+@pytest.mark.parametrize(
+    ("flags", "size"), some_of(LAYOUTS, LAYOUTS[1:3] + LAYOUTS[4:5] + LAYOUTS[6:]), ids=[flags for flags, _ in LAYOUTS]
+)
 def test_a_run_on_a_disk_is_that_in_memory_to_the_bit(tmp_path: Path, flags: str, size: int) -> None:
     assert_equal_to_memory(tmp_path, flags, size)
 
@@ -114,9 +116,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("flags", "size"), some_of(MORE, [MORE[0], MORE[1], MORE[3]]), ids=[flags for flags, _ in MORE]
-)
+@pytest.mark.parametrize(("flags", "size"), some_of(MORE, MORE[:2]), ids=[flags for flags, _ in MORE])
 def test_it_goes_with_every_axis(tmp_path: Path, flags: str, size: int) -> None:
     assert_equal_to_memory(tmp_path, flags, size)
 

@@ -154,7 +154,7 @@ def train(place: Place, zero_stage: int, optimizer: str, folder: Path) -> Seen:
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "optimizer"), some_of(product((0, 1, 2), ("sgd", "muon")), [(0, "muon"), (1, "sgd"), (2, "muon")])
+    ("zero_stage", "optimizer"), some_of(product((0, 1, 2), ("sgd", "muon")), [(0, "sgd"), (2, "muon")])
 )
 def test_a_second_domain_trains_and_saves_what_one_process_does(
     tmp_path: Path, zero_stage: int, optimizer: str

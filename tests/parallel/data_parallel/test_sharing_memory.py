@@ -138,11 +138,12 @@ CASES = [
 FURTHER = [
     *(f"--zero-stage {stage} --bf16" for stage in (0, 2)),
     *(f"--dp 2 --zero-stage {stage} --bf16" for stage in range(4)),  # as with four ranks
-    *(f"--dp 2 --zero-stage {stage} " for stage in (0, 2)),
+    *(f"--dp 2 --zero-stage {stage} " for stage in (0, 2, 3)),
     "--dp 2 --zero-stage 1 --fp16 --loss-scale 16",
     *(f"--dp 4 --dp-replicate 2 --zero-stage {stage} --bf16" for stage in (1, 2)),
     *(f"--dp 2 --zero-stage {stage} --bf16 --optimizer-cpu-offload" for stage in (1, 2)),
-    *(f"--dp 2 --tp 2 --sequence-parallel --zero-stage {stage} --bf16" for stage in (0, 2)),
+    *(f"--dp 2 --tp 2 --sequence-parallel --zero-stage {stage} --bf16" for stage in (0, 1, 2)),
+    *(f"--dp 4 --zero-stage {stage} --bf16" for stage in (0, 2)),  # stage 2 with a reduction in bf16
 ]
 """Each differs in one number from another case of its stage."""
 

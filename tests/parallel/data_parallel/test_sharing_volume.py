@@ -158,7 +158,10 @@ FURTHER = [
     "--dp 4 --zero-stage 1",
     *(f"--dp 4 --dp-replicate 2 --zero-stage {stage} --bf16" for stage in (1, 2)),
     *(f"--dp 2 --zero-stage {stage} --bf16 --grad-reduce-in-bf16" for stage in (0, 1, 3)),
+    f"{HPZ} --micro-batch-size 3 --recompute-granularity full",
     f"{HPZ} --tp 2 --sequence-parallel --param-cpu-offload",
+    f"{HPZ} --pp 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",  # chunks without neighbours are there
+    f"{HPZ} --cp 2 --dp-replicate 2",  # as six ranks, and as copies without neighbours
 ]
 """Each differs in one number from another case of its stage."""
 
