@@ -1,10 +1,13 @@
-"""Multi-token prediction by every layout: what one process trains is what ranks train, each depth's loss included."""
+"""Multi-token prediction by every layout: what one process trains is what ranks train, each depth's loss included.
+
+In two steps: an evaluation has the main loss alone, so what an update made of these layers shows in the next step.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from comparison import assert_equal_after_one_step, assert_near_in_half_precision, serial
+from comparison import assert_equal_to_serial, assert_near_in_half_precision, serial
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
 from problem import Problem
@@ -55,7 +58,7 @@ def with_depths(problem: Problem, depths: int, **more: Any) -> Problem:
 def test_a_layout_trains_further_predictions_as_one_process_does(depths: int, layout: Layout, given: Chosen) -> None:
     chosen = case_of(layout, given)
     problem = with_depths(problem_of(layout, chosen), depths)
-    assert_equal_after_one_step(problem, spread_of(layout, chosen))
+    assert_equal_to_serial(problem, spread_of(layout, chosen))
     losses = {name for metrics in serial(problem).metrics for name in metrics}
     assert losses == {"loss", *(f"mtp_{depth}_loss" for depth in range(1, depths + 1))}
 
@@ -63,7 +66,7 @@ def test_a_layout_trains_further_predictions_as_one_process_does(depths: int, la
 @pytest.mark.parametrize(("layout", "given"), ADAPTED, ids=["lora", "qlora"])
 def test_a_layout_trains_the_same_adapters_in_layers_of_further_predictions(layout: Layout, given: Chosen) -> None:
     chosen = case_of(layout, given)
-    assert_equal_after_one_step(with_depths(adapted_problem_of(layout, chosen), 1), spread_of(layout, chosen))
+    assert_equal_to_serial(with_depths(adapted_problem_of(layout, chosen), 1), spread_of(layout, chosen))
 
 
 @pytest.mark.parametrize(("layout", "given"), EXPERTS, ids=["dp2", "tp2_pp2"])
@@ -74,7 +77,7 @@ def test_a_layout_trains_a_model_as_deepseek_v3_is(layout: Layout, given: Chosen
     problem = expert_problem(layout, chosen)
     dense = f"[0]*1+[1]*{problem.model.num_layers - 1}"
     problem = with_depths(problem, 1, **LATENT, q_lora_rank=7, moe_shared_expert_gate=False, moe_layer_freq=dense)
-    assert_equal_after_one_step(problem, expert_spread(layout, chosen))
+    assert_equal_to_serial(problem, expert_spread(layout, chosen))
     assert any(name.startswith(f"{problem.model.num_layers}/") for name in serial(problem).routed.states)
 
 

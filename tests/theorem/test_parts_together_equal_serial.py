@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
-from comparison import assert_equal_after_one_step
+from comparison import assert_equal_after_one_step, assert_equal_to_serial
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
 from problem import Problem, Spread
@@ -166,4 +166,5 @@ COMPILED = {
 def test_compiled_parts_train_what_one_eager_process_trains(name: str) -> None:
     problem, spread = case_of(COMPILED[name])
     problem = replace(problem, largest_logit=BELOW if "QK-clip" in name else None)
-    assert_equal_after_one_step(problem, replace(spread, by_pieces="by pieces" in name, compile="aot_eager"))
+    # Two steps: a number of the first that a graph has kept is wrong in the second.
+    assert_equal_to_serial(problem, replace(spread, by_pieces="by pieces" in name, compile="aot_eager"))

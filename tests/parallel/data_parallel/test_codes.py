@@ -125,7 +125,7 @@ SIZES = "--hidden-size 48 --num-attention-heads 4 --ddp-bucket-size 4000 --globa
 SMALL = f"{SIZES} {NO_DROPOUT} --clip-grad 0"
 TWELVE = f"{SIZES.replace('size 8', 'size 12')} {NO_DROPOUT}"
 CASES = [
-    further("--dp 2 --zero-stage 1"),
+    "--dp 2 --zero-stage 1",
     further("--dp 4 --zero-stage 2"),
     further("--dp 4 --zero-stage 3"),
     further("--dp 2 --zero-stage 1 --pp 2 --pipeline-schedule zb-h1"),
