@@ -124,7 +124,7 @@ FRAGMENT = 80
 LEAVES = {
     "formats/hf/families.py": "a family of models is one file, or a part of that of its ancestors",
     "objectives/table.py": "objectives of one kind are one file",
-    "optim/optimizer.py": "an optimizer is one file",
+    "optim/optimizer.py": "the optimizers of torch and apex are one file, any other is one",
     "parallel/schedules/table.py": "schedules with a split backward are one file, the others another",
     "tokenizer/build.py": "a kind of tokenizer is one file",
     "report/trackers/table.py": "a tracker is one file, whose library is imported only where it is used",

@@ -1,4 +1,4 @@
-"""Encoding of batches of JSON lines into tokens, without the documents that cleaning leaves out."""
+"""Encoding of batches of JSON lines into tokens, whole or by sentences, without documents that cleaning leaves out."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 A sample is a row of documents. A document counts up from a start, low ids being likelier, by its own stride of 1 to 4,
 with one token in twenty replaced by any other, and ends with the end-of-document token. A model first learns which
-tokens are common, then to count.
+tokens are common, then to count. Mock samples of BERT are pairs of texts, which are parts of such a sample.
 """
 
 import hashlib

@@ -23,7 +23,7 @@ LOSS = "loss"
 
 
 class Objective(Protocol):
-    """An objective. A new one is a file in this folder, a line in `OBJECTIVES` (table.py) and in `OBJECTIVE_NAMES`."""
+    """An objective. A new one is a class in this folder, a line in `OBJECTIVES` (table.py) and in `OBJECTIVE_NAMES`."""
 
     names: tuple[str, ...]
     """Names of the sums, `LOSS` first; the same for every micro-batch."""

@@ -1,4 +1,4 @@
-"""Preference objectives: formulas over the log-probabilities of pairs of completions (pairs.py).
+"""Preference objectives, DPO, IPO, CPO, SimPO, ORPO and KTO: formulas over log-probabilities of completions (pairs.py).
 
 DPO and IPO take the log-ratio of chosen and rejected, by the model and by its reference, as a classifier of pairs:
 Rafailov et al. 2023 (arXiv:2305.18290), Azar et al. 2023 (arXiv:2310.12036) for IPO, Chowdhury et al. 2024

@@ -1,7 +1,7 @@
 """AdamW and SGD by fused kernels: of torch, or of NVIDIA apex for AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101).
 
-apex is used where it is installed and the masters are on CUDA. Both keep the same two states under the same names, so
-a checkpoint written with one resumes with the other.
+apex's AdamW is used where it is installed and the masters are on CUDA. It keeps the same two states as torch's under
+the same names, so a checkpoint written with one resumes with the other.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Sums of gradients that are sent as codes: qgZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.3).
 
 In the place of a reduce-scatter, each rank sends every other rank the codes of the part that it keeps, in int8 or int4
-with a scale for each block of 128 elements (ops/block_codes.py): one all-to-all. The receiver adds up in fp32, in the
-order of ranks, its own term as it is. So an element of a sum is off by at most
+with a scale for each block of 128 elements (parallel/block_codes.py): one all-to-all. The receiver adds up in fp32, in
+the order of ranks, its own term as it is. So an element of a sum is off by at most
 
     sum over the other ranks of the largest magnitude in its block / (2 q),        q = 127 or 7
 
