@@ -22,7 +22,6 @@ def run(words: list[str], folder: Path, *, text: str | None = None) -> str:
     return done.output
 
 
-@pytest.mark.sweep
 @pytest.mark.processes
 def test_the_commands_lead_from_chats_to_the_answer_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "printed").mkdir()

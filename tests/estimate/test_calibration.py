@@ -95,7 +95,7 @@ def test_constants_lie_inside_their_physical_bounds_and_near_their_priors() -> N
         assert abs(value - bounds.prior) <= 0.2 * (bounds.high - bounds.low), name
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 def test_the_constants_are_those_of_the_fit() -> None:
     assert loss(Efficiencies()) <= loss(fitted()) + 5e-4
 

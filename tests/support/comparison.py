@@ -88,16 +88,6 @@ def assert_equal_to_serial(problem: Problem, spread: Spread, *, is_checked: bool
     assert_same_training(records, reference)
 
 
-def assert_equal_after_one_step(problem: Problem, spread: Spread, *, is_checked: bool = False) -> None:
-    """The same of a single step, whose update the evaluation sees.
-
-    For the mathematics of a part of the model. What a second step adds (moments, gradients that begin at zero again,
-    weights that are gathered after an update) knows of no part, and is in test_parallel_equals_serial.py with every
-    optimizer, stage and schedule.
-    """
-    assert_equal_to_serial(replace(problem, num_steps=1), spread, is_checked=is_checked)
-
-
 def off_by_cancellation(records: Sequence[Record], problem: Problem) -> bool:
     """Whether each gradient that is off is a sum whose terms nearly cancel, and is off by little.
 

@@ -51,7 +51,6 @@ class Problem:
     bf16: bool = False
     fp16: bool = False
     seed: int = SEED
-    num_steps: int = NUM_STEPS
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """With adapters they alone learn."""
     largest_logit: float | None = None

@@ -13,7 +13,7 @@ import torch
 from adapted import draw_adapters
 from clamps import watched_clamps
 from engines import evaluated
-from problem import CYCLE, DECOUPLED, EOD, OPTIMIZERS, SEED, SGD_RATE, VOCABULARY, Problem, Spread
+from problem import CYCLE, DECOUPLED, EOD, NUM_STEPS, OPTIMIZERS, SEED, SGD_RATE, VOCABULARY, Problem, Spread
 from torch import Tensor
 
 from megatronish.config.config import Config
@@ -150,7 +150,7 @@ class Texts:
 
 
 def train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, Choices] | None = None) -> Record:
-    """The steps of the problem's optimizer, two as a rule, and an evaluation.
+    """Two steps of the problem's optimizer, and an evaluation.
 
     `replayed` are the choices of experts that every token is given; one process without them records its own.
     """
@@ -168,23 +168,23 @@ def _train(place: Place, problem: Problem, spread: Spread, replayed: dict[str, C
     routing = Routing(engine, replayed, is_alone=place.world_size == 1)
     initial = parts(engine, masters_of(engine))
     results = []
-    for step in range(problem.num_steps):
+    for step in range(NUM_STEPS):
         routing.begin(step)
         results.append(one_step(engine, problem, batches(step), step))
         if step == 0:
             gradients = parts(engine, engine.data_parallel.gradients)
-    routing.begin(problem.num_steps)
+    routing.begin(NUM_STEPS)
     trained = parts(engine, masters_of(engine))
     return Record(
         metrics=[dict(result.metrics) for result in results],
         grad_norms=[result.grad_norm for result in results],
-        evaluation=evaluated(engine, batches(problem.num_steps)),
+        evaluation=evaluated(engine, batches(NUM_STEPS)),
         params_norm=params_norm(engine),
         initial_parts=initial,
         gradient_parts=gradients,
         trained_parts=trained,
         amplified={
-            name: problem.num_steps
+            name: NUM_STEPS
             * amplification(engine, problem, name)
             * max(float(held.values.abs().max()) for held in helds)
             for name, helds in gradients.items()

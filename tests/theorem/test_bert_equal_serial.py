@@ -1,7 +1,7 @@
 """BERT by every layout: what the theorem's deal has of it, with both losses, at layouts that share few ranks."""
 
 import pytest
-from comparison import assert_equal_after_one_step
+from comparison import assert_equal_to_serial
 from pairwise import Chosen
 from theorem_cases import choices, name_of, problem_of, spread_of
 
@@ -31,4 +31,4 @@ def case_of(layout: Layout, given: Chosen) -> Chosen:
 @pytest.mark.parametrize(("layout", "given"), CASES, ids=[name_of(a, case_of(a, b)) for a, b in CASES])
 def test_a_layout_trains_the_same_bert_as_one_process(layout: Layout, given: Chosen) -> None:
     chosen = case_of(layout, given)
-    assert_equal_after_one_step(problem_of(layout, chosen), spread_of(layout, chosen))
+    assert_equal_to_serial(problem_of(layout, chosen), spread_of(layout, chosen))

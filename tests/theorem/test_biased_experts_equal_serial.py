@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from comparison import aspects_that_differ, assert_equal_after_one_step, assert_same_training, serial, with_margin
+from comparison import aspects_that_differ, assert_equal_to_serial, assert_same_training, serial, with_margin
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
 from problem import Problem
@@ -69,7 +69,7 @@ def biased_problem(layout: Layout, chosen: Chosen) -> Problem:
 )
 def test_a_layout_trains_the_same_biases_as_one_process(layout: Layout, given: Chosen) -> None:
     chosen = case_of(layout, given)
-    assert_equal_after_one_step(biased_problem(layout, chosen), expert_spread(layout, chosen))
+    assert_equal_to_serial(biased_problem(layout, chosen), expert_spread(layout, chosen))
 
 
 @pytest.mark.parametrize("modules", [("moe",), ("moe_act", "core_attn")], ids="+".join)
@@ -78,7 +78,7 @@ def test_parts_that_are_computed_again_have_the_same_biases(modules: tuple[Any, 
     chosen = case_of(layout, {"etp": "tp", "sequence_parallel": True})
     recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
     spread = replace(expert_spread(layout, chosen), recompute=recompute)
-    assert_equal_after_one_step(biased_problem(layout, chosen), spread)
+    assert_equal_to_serial(biased_problem(layout, chosen), spread)
 
 
 @pytest.mark.parametrize("kind", some_of(["lora", "ia3", "qlora"], ["lora"]))
@@ -92,7 +92,7 @@ def test_a_layout_trains_the_same_adapters_over_biases(kind: str, given: Chosen)
     if adapter.quantize_base is not None:
         sizes = {"hidden_size": 64, "kv_channels": 64, "ffn_hidden_size": 128, "moe_ffn_hidden_size": 128}
         problem = replace(problem, model=replace(problem.model, **sizes, init_method_std=0.1))
-    assert_equal_after_one_step(replace(problem, adapter=adapter), expert_spread(layout, chosen))
+    assert_equal_to_serial(replace(problem, adapter=adapter), expert_spread(layout, chosen))
 
 
 # Planted mistakes

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from comparison import assert_equal_after_one_step
+from comparison import assert_equal_to_serial
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
 from problem import Problem
@@ -91,7 +91,7 @@ def ids(cases: list[tuple[str, Layout, Chosen]]) -> list[str]:
 @pytest.mark.parametrize(("queries", "layout", "given"), CASES, ids=ids(CASES))
 def test_a_layout_trains_latent_attention_as_one_process_does(queries: str, layout: Layout, given: Chosen) -> None:
     chosen = case_of(layout, given)
-    assert_equal_after_one_step(latent(problem_of(layout, chosen), queries), spread_of(layout, chosen))
+    assert_equal_to_serial(latent(problem_of(layout, chosen), queries), spread_of(layout, chosen))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_layout_trains_the_same_adapters_of_latent_attention(queries: str, lay
         problem = replace(problem, model=replace(problem.model, **WIDE))
     if problem.adapter.adapter_type == "ia3":
         problem = replace(problem, adapter=replace(problem.adapter, adapter_targets=("q", "kv_up", "o", "down")))
-    assert_equal_after_one_step(problem, spread_of(layout, chosen))
+    assert_equal_to_serial(problem, spread_of(layout, chosen))
 
 
 def latent(problem: Problem, queries: str) -> Problem:
@@ -122,7 +122,7 @@ def test_compiled_layers_train_what_one_eager_process_trains() -> None:
     layout = Layout(dp=2)
     chosen = case_of(layout, {"zero": 1, "dropout": 0.1, "documents": False})
     spread = replace(spread_of(layout, chosen), compile="aot_eager")
-    assert_equal_after_one_step(latent(problem_of(layout, chosen), "q"), spread)
+    assert_equal_to_serial(latent(problem_of(layout, chosen), "q"), spread)
 
 
 EXPERTS: list[tuple[Layout, Chosen]] = [
@@ -150,4 +150,4 @@ def test_a_layout_trains_a_model_as_deepseeks_is(layout: Layout, given: Chosen, 
     layers = problem.model.num_layers
     others = {"moe_shared_expert_gate": False, "moe_layer_freq": f"[0]*1+[1]*{layers - 1}", **CHOICES[choice]}
     model = replace(problem.model, **others)
-    assert_equal_after_one_step(replace(problem, model=model), expert_spread(layout, chosen))
+    assert_equal_to_serial(replace(problem, model=model), expert_spread(layout, chosen))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import theorem
 import torch
 from comparison import aspects_that_differ, assert_same_training, serial
 from problem import Problem, Spread
@@ -131,6 +132,22 @@ def borders_crossed(patch: Patch) -> None:
     patch.setattr(TokensAhead, "of", planted)
 
 
+def weights_of_depths_not_gathered(patch: Patch) -> None:
+    """After an update the model keeps the weights that depths had before it; masters are new."""
+    one_step = theorem.one_step
+
+    def planted(engine: engine.Engine, *given: Any) -> Any:
+        weights = engine.stage.model.named_parameters()
+        before = {name: weight for name, weight in weights if name.startswith("layers.2.")}
+        old = {name: weight.detach().clone() for name, weight in before.items()}
+        result = one_step(engine, *given)
+        for name, weight in before.items():
+            weight.data.copy_(old[name])
+        return result
+
+    patch.setattr(theorem, "one_step", planted)
+
+
 MUTATIONS = [
     (shifted_after_the_cut, CUT, {"metrics", "gradients"}),
     (borders_crossed, CUT, {"metrics", "gradients"}),
@@ -139,6 +156,7 @@ MUTATIONS = [
     (copy_of_the_table_counted_twice, STAGES, {"norm"}),
     (divided_by_the_main_count, STAGES, {"gradients", "norm"}),
     (divided_by_own_counts, DATA, {"gradients", "norm"}),
+    (weights_of_depths_not_gathered, replace(DATA, zero=1, overlap=False), {"metrics"}),
 ]
 
 

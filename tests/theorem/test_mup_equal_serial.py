@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from comparison import aspects_that_differ, assert_equal_after_one_step, assert_same_training, serial
+from comparison import aspects_that_differ, assert_equal_to_serial, assert_same_training, serial
 from pairwise import Chosen
 from problem import Problem, Spread
 from ranks import run_ranks
@@ -72,7 +72,7 @@ def scaled(problem: Problem, more: dict[str, Any]) -> Problem:
 )
 def test_a_layout_trains_a_width_as_one_process_does(model: str, layout: Layout, given: Chosen) -> None:
     chosen = case_of(model, layout, given)
-    assert_equal_after_one_step(scaled(problem_of(layout, chosen), MODELS[model][1]), spread_of(layout, chosen))
+    assert_equal_to_serial(scaled(problem_of(layout, chosen), MODELS[model][1]), spread_of(layout, chosen))
 
 
 # Mistakes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import aspects_that_differ, assert_equal_after_one_step, assert_same_training, serial, with_margin
+from comparison import aspects_that_differ, assert_equal_to_serial, assert_same_training, serial, with_margin
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
 from problem import Problem
@@ -106,21 +106,21 @@ def problem_with_experts(kind: str, layout: Layout, chosen: Chosen) -> Problem:
 )
 def test_a_layout_trains_the_same_experts_as_one_process(kind: str, layout: Layout, given: Chosen) -> None:
     chosen = case_of(choices_of_experts(layout), layout, given)
-    assert_equal_after_one_step(problem_with_experts(kind, layout, chosen), expert_spread(layout, chosen))
+    assert_equal_to_serial(problem_with_experts(kind, layout, chosen), expert_spread(layout, chosen))
 
 
 @pytest.mark.parametrize(("layout", "given"), DENSE, ids=ids_of(DENSE))
 def test_a_layout_trains_the_layers_of_a_llama_4_as_one_process_does(layout: Layout, given: Chosen) -> None:
     chosen = case_of(choices(layout), layout, given)
     problem = problem_of(layout, chosen)
-    assert_equal_after_one_step(replace(problem, model=replace(problem.model, **LAYERS)), spread_of(layout, chosen))
+    assert_equal_to_serial(replace(problem, model=replace(problem.model, **LAYERS)), spread_of(layout, chosen))
 
 
 @pytest.mark.parametrize(("layout", "given"), ADAPTED, ids=ids_of(ADAPTED))
 def test_a_layout_trains_the_same_adapters_of_a_llama_4(layout: Layout, given: Chosen) -> None:
     chosen = case_of(choices(layout), layout, given)
     problem = adapted_problem_of(layout, chosen)
-    assert_equal_after_one_step(replace(problem, model=replace(problem.model, **LAYERS)), spread_of(layout, chosen))
+    assert_equal_to_serial(replace(problem, model=replace(problem.model, **LAYERS)), spread_of(layout, chosen))
 
 
 # Planted mistakes

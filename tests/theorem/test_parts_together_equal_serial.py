@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
-from comparison import assert_equal_after_one_step, assert_equal_to_serial
+from comparison import assert_equal_to_serial
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
 from problem import Problem, Spread
@@ -135,7 +135,7 @@ def case_of(case: Together) -> tuple[Problem, Spread]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_trains_parts_together_as_one_process_does(name: str) -> None:
-    assert_equal_after_one_step(*case_of(CASES[name]))
+    assert_equal_to_serial(*case_of(CASES[name]))
 
 
 USUAL = {"documents": False, "zero": 1}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import aspects_that_differ, assert_equal_after_one_step, assert_same_training, serial
+from comparison import aspects_that_differ, assert_equal_to_serial, assert_same_training, serial
 from problem import Problem, Spread
 from ranks import run_ranks
 from test_experts_mutations import Patch, no_mistake, planted_train
@@ -65,7 +65,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_products_by_pieces_train_the_model_of_one_process(name: str) -> None:
     model, spread = CASES[name]
-    assert_equal_after_one_step(replace(PROBLEM, model=model), spread, is_checked=True)
+    assert_equal_to_serial(replace(PROBLEM, model=model), spread, is_checked=True)
 
 
 def ring_reversed(patch: Patch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comparison import assert_equal_after_one_step, whole
+from comparison import assert_equal_to_serial, whole
 from expert_cases import choices_of_experts, expert_problem, expert_spread
 from pairwise import Chosen
 from problem import Problem, Spread
@@ -74,7 +74,7 @@ def test_parts_that_are_computed_again_train_as_one_process_does(
 ) -> None:
     chosen = case_of(layout, given)
     spread = replace(spread_of(layout, chosen), recompute=again(parts))
-    assert_equal_after_one_step(latent(problem_of(layout, chosen), given), spread)
+    assert_equal_to_serial(latent(problem_of(layout, chosen), given), spread)
 
 
 @pytest.mark.parametrize(("parts", "layout", "given"), ADAPTED, ids=ids(ADAPTED))
@@ -83,7 +83,7 @@ def test_parts_with_adapters_train_as_one_process_does(
 ) -> None:
     chosen = case_of(layout, given)
     spread = replace(spread_of(layout, chosen), recompute=again(parts))
-    assert_equal_after_one_step(adapted_problem_of(layout, chosen), spread)
+    assert_equal_to_serial(adapted_problem_of(layout, chosen), spread)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_parts_with_experts_train_as_one_process_does(
     problem = expert_problem(layout, chosen)
     others = {"moe_shared_expert_gate": False, "moe_layer_freq": f"[0]*1+[1]*{problem.model.num_layers - 1}"}
     spread = replace(expert_spread(layout, chosen), recompute=again(parts))
-    assert_equal_after_one_step(replace(problem, model=replace(problem.model, **others)), spread)
+    assert_equal_to_serial(replace(problem, model=replace(problem.model, **others)), spread)
 
 
 @pytest.mark.parametrize("parts", [("moe",), ("core_attn",)], ids="".join)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from comparison import assert_equal_after_one_step
+from comparison import assert_equal_to_serial
 from happens_before import Collectives, RaceError
 from problem import Problem, Spread
 from ranks import run_ranks
@@ -51,7 +51,7 @@ CASES = {
 def test_shared_experts_meanwhile_train_the_model_of_one_process(name: str) -> None:
     model, spread = CASES[name]
     problem = Problem(model, seq_length=16, global_batch_size=4)
-    assert_equal_after_one_step(problem, spread, is_checked=True)
+    assert_equal_to_serial(problem, spread, is_checked=True)
 
 
 def said_without_waiting(place: Place, problem: Problem, is_backward: bool) -> str:

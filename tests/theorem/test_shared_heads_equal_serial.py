@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import aspects_that_differ, assert_equal_after_one_step, assert_same_training, serial
+from comparison import aspects_that_differ, assert_equal_to_serial, assert_same_training, serial
 from pairwise import Chosen
 from problem import Problem, Spread
 from ranks import run_ranks
@@ -81,7 +81,7 @@ def test_ranks_that_share_heads_train_what_one_process_does(
     variant: str, heads: int, layout: Layout, given: Chosen
 ) -> None:
     chosen = case_of(variant, layout, given)
-    assert_equal_after_one_step(sharing(problem_of(layout, chosen), variant, heads), spread_of(layout, chosen))
+    assert_equal_to_serial(sharing(problem_of(layout, chosen), variant, heads), spread_of(layout, chosen))
 
 
 @pytest.mark.parametrize(("variant", "heads", "layout", "given"), ADAPTED, ids=ids(ADAPTED))
@@ -89,7 +89,7 @@ def test_ranks_that_share_heads_train_the_same_adapters(
     variant: str, heads: int, layout: Layout, given: Chosen
 ) -> None:
     chosen = case_of(variant, layout, given)
-    assert_equal_after_one_step(sharing(adapted_problem_of(layout, chosen), variant, heads), spread_of(layout, chosen))
+    assert_equal_to_serial(sharing(adapted_problem_of(layout, chosen), variant, heads), spread_of(layout, chosen))
 
 
 # Mistakes

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from comparison import assert_equal_after_one_step
+from comparison import assert_equal_to_serial
 from pairwise import Chosen
 from theorem_cases import adapted_problem_of, choices, name_of, problem_of, spread_of
 
@@ -150,7 +150,7 @@ def test_a_layout_trains_the_same_variant_as_one_process(variant: str, layout: L
     chosen = case_of(variant, layout, given)
     problem = problem_of(layout, chosen)
     problem = replace(problem, model=replace(problem.model, **VARIANTS[variant][1]))
-    assert_equal_after_one_step(problem, spread_of(layout, chosen))
+    assert_equal_to_serial(problem, spread_of(layout, chosen))
 
 
 @pytest.mark.parametrize(("variant", "layout", "given"), ADAPTED, ids=ids(ADAPTED))
@@ -158,4 +158,4 @@ def test_a_layout_trains_the_same_adapters_of_a_variant(variant: str, layout: La
     chosen = case_of(variant, layout, given)
     problem = adapted_problem_of(layout, chosen)
     problem = replace(problem, model=replace(problem.model, **VARIANTS[variant][1]))
-    assert_equal_after_one_step(problem, spread_of(layout, chosen))
+    assert_equal_to_serial(problem, spread_of(layout, chosen))

@@ -277,7 +277,7 @@ def plant_nan(after_step: int) -> None:
     ("layout", "way"),
     some_of(
         product(("--dp 2 --zero-stage 1", "--pp 2"), ("", "--async-save")),
-        [("--dp 2 --zero-stage 1", "--async-save")],
+        [("--dp 2 --zero-stage 1", "--async-save"), ("--pp 2", "")],
     ),
 )
 def test_a_checkpoint_with_nan_is_not_written_and_replaces_none(tmp_path: Path, way: str, layout: str) -> None:

@@ -243,8 +243,7 @@ def test_verify_layout_takes_it_for_any_other_stage(tmp_path: Path, flags: str) 
     assert "trains the same model" in ended.output
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("layout", ["--dp 4", "--dp 4 --cp 2 --dp-replicate 2"])
+@pytest.mark.parametrize("layout", ["--dp 4", further("--dp 4 --cp 2 --dp-replicate 2")])
 def test_a_run_whose_neighbours_keep_what_is_gathered_writes_the_same_run(tmp_path: Path, layout: str) -> None:
     """With evaluations, checks of replicas and saves in between; from another layout, resumed in its own, and back."""
     flags = "--zero-stage 3 --global-batch-size 8 --eval-interval 1 --eval-iters 1 --save-interval 2"
