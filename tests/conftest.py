@@ -22,7 +22,7 @@ for folder in (TESTS.parent, TESTS, *sorted({path.parent for path in TESTS.rglob
         sys.path.insert(0, str(folder))
 
 OBJECTS_A_LOOK = 20_000
-"""New objects between two looks for garbage: at Python's 700 they are a twelfth of what pytest's processes take."""
+"""New objects between two looks for garbage: at Python's 700 looks are about a tenth of what pytest's process takes."""
 
 SLOW = ("processes", "long")
 """Marks of tests that --fast leaves out."""
