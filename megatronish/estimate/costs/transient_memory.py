@@ -142,7 +142,7 @@ class ChunkBuckets(NamedTuple):
         """
         plan = StagePlan(config.parallel.schedule, 1, 1, 1, 0)
         load = StageLoad((chunk.layers,), is_first=is_first, is_last=is_last, plan=plan)
-        traffic = StateTraffic(config, load, 0, vocab_size)
+        traffic = StateTraffic(config, vocab_size, load, 0)
         buckets = list(traffic.buckets(padded=False))
         buffers = Zero2Buffers(
             traffic.parameters,
