@@ -67,6 +67,12 @@ class Candidate(NamedTuple):
         """Micro-batches of a step."""
         return max(1, global_batch // (self.micro_batch * self.mesh.dp))
 
+    def of_a_layer(self, schedule: str = "1f1b") -> "Candidate":
+        """What of a layout decides the sizes and times of layers: neither data ranks nor stages."""
+        tp, _, _, cp, ep, etp = self.mesh
+        mesh = MeshSizes(tp, 1, 1, cp, ep, etp)
+        return Candidate(mesh, self.micro_batch, schedule, 1, 0, self.recompute, self.sequence_parallel)
+
     @property
     def mesh_text(self) -> str:
         """The mesh as reports have it: `tp 8 pp 8 dp 16`."""

@@ -18,9 +18,9 @@ from megatronish.config.config import Config
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.layout import Layout
 from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.estimate.costs.layer_kind_memory import StageKinds
+from megatronish.estimate.costs.layer_kinds import StageKinds
 from megatronish.estimate.costs.memory_table import Memory
-from megatronish.estimate.costs.parameters import Quantised, parameters_of_stage, quantised
+from megatronish.estimate.costs.parameters import Quantised, quantised
 from megatronish.estimate.costs.stage_parameters import StageParameter
 from megatronish.estimate.costs.state_traffic import DataRanks
 from megatronish.parallel.bucketing import rounded_up
@@ -102,22 +102,14 @@ class StageCounts(NamedTuple):
     def of(cls, config: Config, stage: StageKinds, *, vocab_size: int) -> "StageCounts":
         """Of a config, with a vocabulary padded for tp."""
         model, adapter, counts = config.model, config.adapter, stage.counts
-        held = parameters_of_stage(
-            model,
-            (),
-            vocab_size=model.padded_vocab_size(vocab_size, config.layout.tp),
-            seq_length=config.training.seq_length,
-            is_first=stage.is_first,
-            is_last=stage.is_last,
-        )
-        held += sum_counts(kind.parameters * number for kind, number in counts.items())
+        padded = model.padded_vocab_size(vocab_size, config.layout.tp)
+        held = stage.parameters(model, vocab_size=padded, seq_length=config.training.seq_length)
         if not adapter.is_used:
             matrices = sum_counts(kind.cost.matrices * number for kind, number in counts.items())
             return cls(held, held, matrices, Quantised(Count(), Count()))
-        learned = sum_counts(kind.adapters * number for kind, number in counts.items())
         blocks = [(quantised(model, [kind.first], adapter), number) for kind, number in counts.items()]
         parameters, stored = (sum_counts(block[part] * number for block, number in blocks) for part in range(2))
-        return cls(held, learned, Count(), Quantised(parameters, stored))
+        return cls(held, stage.adapters, Count(), Quantised(parameters, stored))
 
 
 def stage_state(config: Config, counts: StageCounts) -> Memory:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.estimate.costs.candidate import MeshSizes, candidate_of
-from megatronish.estimate.costs.layer_kind_memory import LayerKind
+from megatronish.estimate.costs.layer_kinds import LayerKind
 from megatronish.estimate.costs.stage_parameters import Source, StageParameter, stage_parameters
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
 from megatronish.parallel.bucketing import (
