@@ -172,6 +172,7 @@ class MemoryModel:
     def _work(self, sizes: LayerMemory, stage: StageKinds) -> "StageWork":
         return StageWork(sizes, stage)
 
+    @remembered
     def _layer_memory(self, layout: Candidate) -> LayerMemory:
         defers = SCHEDULES[layout.schedule].has_weight_gradients
         return self._memory_of(layout.of_a_layer(DEFERRING if defers else "1f1b"))
@@ -220,16 +221,16 @@ class MemoryModel:
         units: GatheredUnits,
         plan: StagePlan,
     ) -> StageTransients:
-        number, buckets = len(stage.chunks), list[ChunkBuckets]()
+        number, buckets, alike = len(stage.chunks), list[ChunkBuckets](), self._with_same_buckets(layout)
         # Without ZeRO-2 buckets matter where the embedding is in one with the first layer, which is the first stage's.
         for place in range(number if zero == 2 else min(1, stage.is_first * number)):
             is_first, is_last = stage.is_first and place == 0, stage.is_last and place == number - 1
             ends = {"is_first": is_first, "is_last": is_last}
-            alike = self._with_same_buckets(layout)
             buckets.append(self._buckets_of(alike, stage.chunks[place], **ends, adds_at_once=sizes.adds_at_once))
         is_only = plan.num_microbatches * number == 1
         return StageTransients(sizes, stage, zero, buckets, units, layout.mesh.pp > 1, is_only)
 
+    @remembered
     def _with_same_buckets(self, layout: Candidate) -> Candidate:
         """What of a layout decides its buckets: only codes (qgZ) are as many as data ranks make of them."""
         tp, pp, dp, cp, ep, etp = layout.mesh

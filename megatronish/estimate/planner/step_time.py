@@ -132,6 +132,7 @@ class StepClock:
         """Times of each kind of layer, of the embedding and of the head; the same in many layouts."""
         return self._of_kinds(self._layer(candidate))
 
+    @remembered
     def _layer(self, candidate: Candidate) -> Candidate:
         """What of a layout decides the times of a layer."""
         return candidate.of_a_layer(candidate.schedule) if self._keeps_schedule else candidate.of_a_layer()
