@@ -51,6 +51,11 @@ class MeshSizes(NamedTuple):
         """Ranks that hold copies of an expert."""
         return max(1, self.tp * self.cp * self.dp // (self.ep * self.etp))
 
+    @property
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """Of each domain the ranks that hold copies of a parameter, and how far they are apart."""
+        return {"dense": (self.cp * self.dp, self.tp), "experts": (self.edp, self.ep * self.etp)}
+
 
 class Candidate(NamedTuple):
     """One layout of a run."""

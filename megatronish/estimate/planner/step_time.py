@@ -7,6 +7,7 @@ plan is ranked by the worse end; what is expected is the middle.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import log2, prod
+from operator import truediv
 from typing import NamedTuple
 
 from megatronish.core.remembered import remembered
@@ -218,8 +219,7 @@ class StepClock:
         wanted = work.gradient_bytes if zero < 3 else 4
         codes = work.config.parallel.zero_quantized_gradients
         sent = bytes_of_block(codes) / CODE_BLOCK if codes is not None and zero else wanted
-        ranks_of = ((mesh.cp * mesh.dp, mesh.tp), (mesh.edp, mesh.ep * mesh.etp))
-        for whole, count, (ranks, apart) in zip(all_of, learned, ranks_of, strict=True):
+        for whole, count, (ranks, apart) in zip(all_of, learned, mesh.copies.values(), strict=True):
             if whole == 0 or ranks == 1:
                 continue
             gradients = links.gather(ranks, apart, sent * count) if count else 0.0
@@ -234,11 +234,11 @@ class StepClock:
         if mesh.pp > 1 and work.model.embeds_at_end and not work.adapter.is_used:
             table = work.model.padded_vocab_size(work.vocab_size, mesh.tp) * work.model.hidden_size / mesh.tp
             once += links.all_reduce(2, mesh.tp * mesh.cp * mesh.dp, wanted * table)
-        shared = (mesh.cp * mesh.dp, mesh.edp) if zero else (1, 1)
-        on_rank = learned[0] / shared[0] + learned[1] / shared[1]
+        shared = [ranks if zero else 1 for ranks, _ in mesh.copies.values()]
+        of_rank, on_rank = (sum(map(truediv, counts, shared)) for counts in (all_of, learned))
         update = OPTIMIZER_BYTES * on_rank / self.machine.hbm + self._muon(mesh, stages, zero)
         update += self._disk_seconds(mesh, work.disk.step * on_rank)
-        each += self._disk_seconds(mesh, work.disk.pass_read * (all_of[0] / shared[0] + all_of[1] / shared[1]))
+        each += self._disk_seconds(mesh, work.disk.pass_read * of_rank)
         return once, each, update
 
     def _disk_seconds(self, mesh: MeshSizes, of_rank: float) -> float:
@@ -265,8 +265,7 @@ class StepClock:
         if optimizer.optimizer != "muon" or work.adapter.is_used:
             return 0.0
         machine = muon_machine(self.device, self.efficiencies, optimizer.muon_fp32_matmul_prec)
-        data = {"dense": (mesh.dp * mesh.cp, mesh.tp), "experts": (mesh.edp, mesh.ep * mesh.etp)}
-        for domain, (ranks, apart) in data.items():  # ranks of the model lie inside
+        for domain, (ranks, apart) in mesh.copies.items():  # ranks of the model lie inside
             axes = owners(mesh, DataRanks.of(ranks, 1 if zero else ranks), domain)
             groups, num_ranks, before = (
                 matrix_groups(stages.longest.counts, domain),
