@@ -168,8 +168,8 @@ def reservations(config: Config) -> list[str]:
         )
     if config.parallel.num_copies > 1 or config.parallel.zero_hpz_partition_size is not None:
         sentences.append(
-            "copies: what ZeRO shards is counted as if all data ranks shared it, so where copies keep it in a node, steps "
-            "over slow links are shorter than printed"
+            "copies: what ZeRO shards is counted as if all data ranks shared it, so where copies keep it in a node, "
+            "steps over slow links are shorter than printed"
         )
     if config.parallel.outer_optimizer is not None:
         sentences.append(
