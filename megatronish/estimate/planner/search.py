@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.core.remembered import remembered
-from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of, least_zero
 from megatronish.estimate.costs.layer_kinds import StageKinds
 from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.planner.device_speed import Efficiencies, KnownError, known_error, unconfirmed
@@ -233,8 +233,7 @@ class Search:
 
     @cached_property
     def _least_zero(self) -> int:
-        parallel = self.config.parallel
-        return 3 if parallel.param_cpu_offload else 1 if parallel.optimizer_cpu_offload else 0
+        return least_zero(self.config)
 
 
 def divisors(number: int) -> list[int]:
