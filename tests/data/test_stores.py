@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from test_tasks import in_one, inputs_of, joined, plan_of, run_of
+from task_runs import in_one, inputs_of, joined, plan_of, run_of
 
 from megatronish.commands.preprocess_tasks import main
 from megatronish.core.errors import RunError, UserError
