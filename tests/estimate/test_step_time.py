@@ -169,7 +169,7 @@ def passes_of(layout: str, flags: str) -> Passes:
     argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), *flags.split()]
     config = read_config(argv, needs_files=False, settle_layout=without_layout).config
     search = Search(config, Workload.of(config, 128256), find_device("h100-sxm"), 8)
-    ((passes,), _, _) = search.clock.of_kinds(read_layout(layout, gpus=8))
+    (passes,) = search.clock.of_kinds(read_layout(layout, gpus=8))[0].values()
     return passes
 
 

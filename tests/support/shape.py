@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatronish"
-NO_COST_MODELS = ("links", "room.py")
+NO_COST_MODELS = ("links", "room.py", "disk_room.py")
 """What of estimate/ is measured and not estimated."""
 LEAF_TABLES = (
     "compat/megatron_flags/table.py",

@@ -51,6 +51,11 @@ class MeshSizes(NamedTuple):
         """Ranks that hold copies of an expert."""
         return max(1, self.tp * self.cp * self.dp // (self.ep * self.etp))
 
+    @property
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """Of each domain the ranks that hold copies of a parameter, and how far they are apart."""
+        return {"dense": (self.cp * self.dp, self.tp), "experts": (self.edp, self.ep * self.etp)}
+
 
 class Candidate(NamedTuple):
     """One layout of a run."""
@@ -66,6 +71,12 @@ class Candidate(NamedTuple):
     def num_microbatches(self, global_batch: int) -> int:
         """Micro-batches of a step."""
         return max(1, global_batch // (self.micro_batch * self.mesh.dp))
+
+    def of_a_layer(self, schedule: str = "1f1b") -> "Candidate":
+        """What of a layout decides the sizes and times of layers: neither data ranks nor stages."""
+        tp, _, _, cp, ep, etp = self.mesh
+        mesh = MeshSizes(tp, 1, 1, cp, ep, etp)
+        return Candidate(mesh, self.micro_batch, schedule, 1, 0, self.recompute, self.sequence_parallel)
 
     @property
     def mesh_text(self) -> str:

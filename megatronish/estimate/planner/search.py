@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from megatronish.config.check import problems
 from megatronish.config.config import Config
+from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of
-from megatronish.estimate.costs.layer_kind_memory import StageKinds
+from megatronish.estimate.costs.layer_kinds import StageKinds
 from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.planner.device_speed import Efficiencies, KnownError, known_error, unconfirmed
 from megatronish.estimate.planner.devices import Device
@@ -60,9 +61,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.work, self.device, self.efficiencies)
-        self.memory = MemoryModel(self.config, self.work.vocab_size, partial(config_of, self.config))
-        self._stages: dict[tuple[int, str, int], StageLayers] = {}
-        self._kinds: dict[StageLayers, list[tuple[StagePlan, StageKinds]]] = {}
+        settings = self.config, self.work.vocab_size, self.work.layers
+        self.memory = MemoryModel(*settings, partial(config_of, self.config))
 
     @property
     def error(self) -> KnownError:
@@ -116,11 +116,8 @@ class Search:
 
     def _plans(self, candidate: Candidate) -> list[tuple[StagePlan, StageKinds]]:
         """Plans and layers of the stages that may need most."""
-        stages, m = self.stages(candidate), candidate.num_microbatches(self.work.global_batch)
-        if stages not in self._kinds:
-            loads = [stages.loads[stage] for stage in stages.ends]
-            self._kinds[stages] = [(load.plan, self.memory.stage(load)) for load in loads]
-        return [(plan._replace(num_microbatches=m), kinds) for plan, kinds in self._kinds[stages]]
+        m = candidate.num_microbatches(self.work.global_batch)
+        return [(plan._replace(num_microbatches=m), kinds) for plan, kinds in self.stages(candidate).fullest]
 
     def bytes_by_zero(self, candidate: Candidate, zeros: Sequence[int]) -> list[int]:
         """Bytes on a device of the stage that needs most, for each of several stages of ZeRO."""
@@ -132,12 +129,12 @@ class Search:
 
     def stages(self, candidate: Candidate) -> StageLayers:
         """Layers of the stages in this layout."""
-        key = (candidate.mesh.pp, candidate.schedule, candidate.chunks)
-        if key not in self._stages:
-            mesh = MeshSizes(pp=candidate.mesh.pp)
-            alone = Candidate(mesh, schedule=candidate.schedule, chunks=candidate.chunks)
-            self._stages[key] = StageLayers.of(self.work, config_of(self.config, alone).parallel)
-        return self._stages[key]
+        return self._stages(candidate.mesh.pp, candidate.schedule, candidate.chunks)
+
+    @remembered
+    def _stages(self, pp: int, schedule: str, chunks: int) -> StageLayers:
+        alone = Candidate(MeshSizes(pp=pp), schedule=schedule, chunks=chunks)
+        return StageLayers.of(self.work, config_of(self.config, alone).parallel)
 
     def meshes(self) -> Iterator[MeshSizes]:
         """All meshes that the rules allow."""
