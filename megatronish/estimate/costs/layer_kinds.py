@@ -116,7 +116,7 @@ class LayerKinds:
 
     @cached_property
     def different(self) -> tuple[LayerKind, ...]:
-        """The different ones."""
+        """Every kind once, in the order of the layers."""
         return tuple(dict.fromkeys(self.of_layers))
 
     def chunk(self, layers: range) -> ChunkKinds:

@@ -66,8 +66,7 @@ def expected_memory(
     most where ZeRO-3 has no even number of rows for each.
     """
     model = MemoryModel.alone(config, vocab_size, device, kernels=kernels, shard_ranks=shard_ranks)
-    layout = candidate_of(config)
-    return [model.peak(layout, model.layers.stage(load), load.plan) for load in stages]
+    return model.of_stages(candidate_of(config), stages)
 
 
 def bytes_of_uneven_load(
@@ -126,12 +125,12 @@ class MemoryModel:
         layers = LayerKinds(config.model, config.adapter)
         return cls(config, vocab_size, layers, lambda _: config, device, kernels, shard_ranks)
 
-    def peak(self, layout: Candidate, stage: StageKinds, plan: StagePlan) -> Memory:
-        """Bytes when most is held, by owner."""
-        return self.peaks(layout, stage, plan, (layout.zero,))[0]
+    def of_stages(self, layout: Candidate, loads: Sequence[StageLoad]) -> list[Memory]:
+        """Bytes on a device of each stage when most is held, by owner."""
+        return [self.peaks(layout, self.layers.stage(load), load.plan, (layout.zero,))[0] for load in loads]
 
     def peaks(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
-        """The same under several stages of ZeRO; 0 and 1 differ in their model state alone."""
+        """Those of a stage under several stages of ZeRO; 0 and 1 differ in their model state alone."""
         sizes, peaks, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
         work = self._work(sizes, stage)
         for zero in zeros:
@@ -192,7 +191,10 @@ class MemoryModel:
         if zero == 3:
             # Stages change nothing of a kind's rows, and a context rank shares them as a data rank does.
             rows = self._rows_of_kinds(mesh._replace(pp=1, dp=mesh.dp * mesh.cp, cp=1))
-            ends = self._rows_of_ends(config, stage)
+            of_ends = _load(is_first=stage.is_first, is_last=stage.is_last)
+            ends = Rows.of(
+                StageParameters(config, of_ends, self.vocab_size).all(), data_ranks(config), self.shard_ranks
+            )
             units = GatheredUnits.of(self._layer_memory(layout), stage, rows, ends)
             if not config.adapter.is_used:
                 of_layers = [rows[kind].times(number) for kind, number in stage.counts.items()]
@@ -207,10 +209,6 @@ class MemoryModel:
             kind: Rows.of(parameters.layer(f"layers.{kind.first}", kind.cost, 0), data_ranks(config), self.shard_ranks)
             for kind in self.layers.different
         }
-
-    def _rows_of_ends(self, config: Config, stage: StageKinds) -> Rows:
-        ends = StageParameters(config, _load(is_first=stage.is_first, is_last=stage.is_last), self.vocab_size).ends()
-        return Rows.of(ends, data_ranks(config), self.shard_ranks)
 
     def _transients(
         self,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatronish.config.config import Config
 from megatronish.estimate.costs.candidate import MeshSizes, candidate_of
 from megatronish.estimate.costs.layer_kinds import LayerKind
-from megatronish.estimate.costs.stage_parameters import Source, StageParameter, stage_parameters
+from megatronish.estimate.costs.stage_parameters import Source, StageParameter, StageParameters
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
 from megatronish.parallel.bucketing import (
     CODE_BLOCK,
@@ -130,7 +130,7 @@ class StateTraffic(StepTraffic):
     @cached_property
     def parameters(self) -> list[StageParameter]:
         """All parameters of the stage."""
-        parameters = stage_parameters(self.config, self.load, vocab_size=self.vocab_size)
+        parameters = StageParameters(self.config, self.load, self.vocab_size).all()
         return [parameter for parameter in parameters if self.only in (None, parameter.domain)]
 
     @cached_property

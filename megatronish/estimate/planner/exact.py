@@ -69,7 +69,7 @@ def fullest_stage(config: Config, vocab_size: int, device: DeviceType = "cuda", 
     """Expected memory of the stage that needs most: on a GPU at its peak, with fused operators or without."""
     model, candidate = MemoryModel.alone(config, vocab_size, device, kernels=kernels), candidate_of(config)
     loads = stage_loads(config, vocab_size)
-    expected = [model.peak(candidate, model.layers.stage(load), load.plan) for load in loads]
+    expected = model.of_stages(candidate, loads)
     number = max(range(len(expected)), key=lambda stage: expected[stage].total)
     of_one = model.of_one_micro_batch(candidate, model.layers.stage(loads[number]))
     return StageMemory(number, expected[number], max(0, expected[number].activations - of_one))

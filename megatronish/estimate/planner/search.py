@@ -8,7 +8,7 @@ has to be asked for, and a result is one layout for each mesh and not one winner
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from megatronish.config.check import problems
 from megatronish.config.config import Config
@@ -29,7 +29,7 @@ MOST_SAMPLES = 16  # of a micro-batch
 MOST_NODES_OF_TP = 2  # tensor parallelism over more nodes than this is never fast
 FEWEST_TOKENS = 512  # of a sequence on a rank of cp
 MOST_CHUNKS = 16
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class Found(NamedTuple):

@@ -67,7 +67,7 @@ class Workload:
 
     @cached_property
     def model(self) -> ModelConfig:
-        """The model."""
+        """Kinds and sizes of the model's layers, by the config."""
         return self.config.model
 
     @cached_property
