@@ -141,10 +141,14 @@ def config_of(base: Config, candidate: Candidate) -> Config:
     return base.with_fields(**layout)
 
 
+def least_zero(base: Config) -> int:
+    """The least stage of ZeRO that the settings allow which no layout changes: offloading and codes need some."""
+    return min((0, 1, 3), key=lambda zero: len(problems(config_of(base, Candidate(MeshSizes(), zero=zero)))))
+
+
 def without_layout(base: Config) -> Config:
     """The config on one device, under the least ZeRO that its other settings allow; its batch stays as it is."""
-    alone = [config_of(base, Candidate(MeshSizes(), zero=zero)) for zero in (0, 1, 3)]
-    return min(alone, key=lambda config: len(problems(config)))
+    return config_of(base, Candidate(MeshSizes(), zero=least_zero(base)))
 
 
 def complaints(config: Config) -> list[str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.core.remembered import remembered
-from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of, least_zero
 from megatronish.estimate.costs.layer_kinds import StageKinds
 from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.planner.device_speed import Efficiencies, KnownError, known_error, unconfirmed
@@ -149,7 +149,7 @@ class Search:
                     if pp > self.work.model.num_layers or self.work.global_batch % dense.dp:
                         continue
                     for mesh in self._grids(dense):
-                        if self.is_legal(Candidate(mesh, zero=self._least_zero)):
+                        if self._sequence_cuts(mesh):
                             yield mesh
 
     def _grids(self, dense: MeshSizes) -> Iterator[MeshSizes]:
@@ -168,14 +168,18 @@ class Search:
         """Whether the project's own rules accept the layout."""
         return not problems(config_of(self.config, candidate))
 
+    @remembered
+    def _sequence_cuts(self, mesh: MeshSizes) -> list[bool]:
+        """What ranks of tp may do with the sequence, leave it whole or cut it, or neither, by the rules."""
+        choices = (False, True) if mesh.tp > 1 else (False,)
+        zero = self._least_zero
+        return [cuts for cuts in choices if self.is_legal(Candidate(mesh, zero=zero, sequence_parallel=cuts))]
+
     def families(self, mesh: MeshSizes) -> Iterator[tuple[Candidate, list[int]]]:
         """All layouts of a mesh: each that differs in more than ZeRO, with the stages of ZeRO that it may have."""
-        shared = [False]
-        if mesh.tp > 1 and self.is_legal(Candidate(mesh, zero=self._least_zero, sequence_parallel=True)):
-            shared.append(True)
         for micro, zeros in self._sizes_of_steps(mesh):
             for recompute in RECOMPUTE:
-                for sequence_parallel in shared:
+                for sequence_parallel in self._sequence_cuts(mesh):
                     plain = Candidate(mesh, micro, "1f1b", 1, 0, recompute, sequence_parallel)
                     for schedule, chunks in self._schedules(plain):
                         if not zeros[schedule]:  # offloading needs more of ZeRO than the schedule allows
@@ -191,7 +195,8 @@ class Search:
         for micro in range(1, MOST_SAMPLES + 1):
             if self.work.global_batch // mesh.dp % micro:
                 continue
-            legal = [zero for zero in range(4) if not has_rules or self.is_legal(Candidate(mesh, micro, zero=zero))]
+            alike = Candidate(mesh, micro, sequence_parallel=self._sequence_cuts(mesh)[-1])
+            legal = [zero for zero in range(4) if not has_rules or self.is_legal(alike._replace(zero=zero))]
             yield micro, {name: [zero for zero in zeros if zero in legal] for name, zeros in by_schedule.items()}
 
     def _schedules(self, candidate: Candidate) -> Iterator[tuple[str, int]]:
@@ -233,8 +238,7 @@ class Search:
 
     @cached_property
     def _least_zero(self) -> int:
-        parallel = self.config.parallel
-        return 3 if parallel.param_cpu_offload else 1 if parallel.optimizer_cpu_offload else 0
+        return least_zero(self.config)
 
 
 def divisors(number: int) -> list[int]:
