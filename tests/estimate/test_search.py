@@ -103,12 +103,15 @@ def test_a_layout_has_the_same_memory_in_a_search_and_by_itself(name: str) -> No
 
 
 def test_settings_that_need_some_of_a_layout_have_the_layouts_that_have_it() -> None:
-    """Codes are of what ZeRO shards, and pieces of products of sequences that are cut."""
+    """Codes are of what ZeRO shards, pieces of products of sequences that are cut, and a head can be a stage."""
     codes = search_of("llama-70b", "--zero-quantized-gradients", "int8", gpus=64)
     assert {zero for mesh in codes.meshes() for _, zeros in codes.families(mesh) for zero in zeros} == {1, 2, 3}
     pieces = search_of("llama-70b", "--tp-comm-overlap", gpus=64)
     cuts = {(mesh.tp > 1, each.sequence_parallel) for mesh in pieces.meshes() for each, _ in pieces.families(mesh)}
     assert cuts == {(False, False), (True, True)}
+    head = search_of("llama-70b", "--num-layers", "7", "--account-for-loss-in-pipeline-split", gpus=8)
+    pipelines = {(mesh.pp, each.schedule) for mesh in head.meshes() for each, _ in head.families(mesh)}
+    assert {(8, "1f1b"), (4, "zb-v")} <= pipelines
 
 
 def test_latents_of_a_ring_wait_for_no_weight_gradients_in_a_search_either() -> None:

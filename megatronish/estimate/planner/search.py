@@ -146,7 +146,7 @@ class Search:
                     break
                 for pp in divisors(self.gpus // (tp * cp)):
                     dense = MeshSizes(tp, pp, self.gpus // (tp * cp * pp), cp, 1, tp)
-                    if pp > self.work.model.num_layers or self.work.global_batch % dense.dp:
+                    if pp > self._parts or self.work.global_batch % dense.dp:
                         continue
                     for mesh in self._grids(dense):
                         if self._sequence_cuts(mesh):
@@ -201,7 +201,7 @@ class Search:
 
     def _schedules(self, candidate: Candidate) -> Iterator[tuple[str, int]]:
         """Schedules with their chunks a stage."""
-        stages, layers = candidate.mesh.pp, self.work.model.num_layers
+        stages, layers = candidate.mesh.pp, self._parts
         if stages == 1:
             yield "1f1b", 1
             return
@@ -235,6 +235,11 @@ class Search:
         if max(mesh.dp * mesh.cp, mesh.edp if self.work.model.num_experts is not None else 1) == 1:
             most = min(most, self._least_zero)
         return range(self._least_zero, most + 1)
+
+    @cached_property
+    def _parts(self) -> int:
+        """Layers that stages share, with embedding and head where these count as layers."""
+        return self.work.model.num_layers + sum(self.config.parallel.ends_in_split)
 
     @cached_property
     def _least_zero(self) -> int:
