@@ -12,11 +12,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.config.sections.model import ModelConfig
+from megatronish.config.sections.parallel import ParallelConfig
+from megatronish.config.sections.training import TrainingConfig
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, config_of
 from megatronish.estimate.planner.device_speed import FITTED, Efficiencies
 from megatronish.estimate.planner.devices import Device, find_device
@@ -24,6 +27,7 @@ from megatronish.estimate.planner.exact import exact_step
 from megatronish.estimate.planner.pipeline_time import CLOSED_FORMS, PipelineSizes
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
 from megatronish.estimate.planner.workload import StageLayers, Workload
+from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan
 from megatronish.parallel.schedules.table import SCHEDULES
 
 TABLE = Path(__file__).with_name("published.toml")
@@ -63,7 +67,17 @@ class PublishedStep(NamedTuple):
 
     def predicted(self, efficiencies: Efficiencies) -> StepSeconds:
         """Seconds of this step by the closed form; nothing overlapped in these runs."""
-        return self._clock(efficiencies).step(self.candidate, StageLayers.by_hand(self.work, self.layers))
+        ends = [sum(self.layers[:stage]) for stage in range(len(self.layers) + 1)]
+        loads = [
+            StageLoad(
+                (range(*layers),),
+                is_first=layers[0] == 0,
+                is_last=layers[1] == ends[-1],
+                plan=StagePlan("1f1b", len(self.layers), 1, 1, stage),
+            )
+            for stage, layers in enumerate(pairwise(ends))
+        ]
+        return self._clock(efficiencies).step(self.candidate, StageLayers(self.work, loads))
 
     def printed(self, efficiencies: Efficiencies) -> StepSeconds:
         """Seconds as a plan prints them, by the simulator: by the closed form where there is no such schedule."""
@@ -71,12 +85,14 @@ class PublishedStep(NamedTuple):
         if candidate.schedule not in SCHEDULES:
             return self.predicted(efficiencies)
         is_short = len(set(self.layers)) > 1  # the ends, as if embedding and head were a layer
-        config = config_of(Config(model=self.work.model), candidate).with_fields(
+        config = config_of(self.work.config, candidate).with_fields(
             account_for_embedding_in_pipeline_split=is_short,
             account_for_loss_in_pipeline_split=is_short,
         )
         stages = StageLayers.of(self.work, config.parallel)
-        assert tuple(map(sum, stages.counts)) == self.layers, "the published stages are those of the config"
+        assert tuple(len(stage.kinds) for stage in stages.stages) == self.layers, (
+            "the published stages are those of the config"
+        )
         return exact_step(self._clock(efficiencies), candidate, stages, config)
 
     def _clock(self, efficiencies: Efficiencies) -> StepClock:
@@ -132,16 +148,9 @@ def _work(row: dict[str, Any], *, vocab_size: int, seq_length: int) -> Workload:
         attention_dropout=0.1,
         hidden_dropout=0.1,
     )
-    return Workload(
-        model,
-        vocab_size,
-        seq_length,
-        row["batch"],
-        precision="fp16",
-        attention="fused_softmax" if has_kernel else "unfused",
-        fused_loss=False,
-        gradient_bytes=2,
-    )
+    training = TrainingConfig(seq_length, row["micro"], row["batch"], fp16=True)
+    config = Config(model=model, training=training, parallel=ParallelConfig(grad_reduce_in_bf16=True))
+    return Workload(config, vocab_size, "fused_softmax" if has_kernel else "unfused", fused_loss=False)
 
 
 def _step(source: str, table: dict[str, Any], row: dict[str, Any]) -> PublishedStep:

@@ -20,8 +20,8 @@ from megatronish.engine.engine import Engine
 from megatronish.engine.forward import run_chunk
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 FLAGS = (
     "--mock-data --vocab-size 128 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "

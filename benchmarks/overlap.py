@@ -30,8 +30,8 @@ from megatronish.engine.engine import Engine
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.parallel import comm
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 COLLECTIVES = {"start_all_reduce": "reduce", "start_reduce_scatter": "reduce", "start_all_gather": "gather"}
 COLOURS = {"forward": "#4a7fcb", "backward": "#58ad5f", "update": "#b7b7b7", "reduce": "#e9b33f", "gather": "#c2607c"}

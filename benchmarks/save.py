@@ -28,8 +28,8 @@ from megatronish.parallel import comm
 from megatronish.parallel.mesh import leave
 from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 from megatronish.train.trainer import Hook, Progress, StepRecord, Trainer, TrainingSchedule
 
 FLAGS = (

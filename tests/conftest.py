@@ -34,11 +34,34 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A server of S3 on loopback, with one empty bucket: a `Store`. For tests that are marked NEEDS_S3."""
+    """A server of S3 on loopback, with one empty bucket: a `Store`; a skip where its packages are missing."""
+    if any(importlib.util.find_spec(package) is None for package in ("moto", "s3fs")):
+        pytest.skip("needs a server of S3: pip install s3fs 'moto[server]'")
     from object_stores import serving_s3  # late: few tests need it
 
     with serving_s3(tmp_path_factory.mktemp("s3") / "log") as store:
         yield store
+
+
+@pytest.fixture
+def memory_folder(tmp_path: Path) -> Iterator[Any]:
+    """An empty folder of a store in memory, a RemotePath."""
+    yield from _empty_folder(f"memory://data/{tmp_path.name}")
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """An empty folder of a store of each kind, a RemotePath."""
+    base = "memory://data" if request.param == "memory" else request.getfixturevalue("s3").url
+    yield from _empty_folder(f"{base}/{tmp_path.name}")
+
+
+def _empty_folder(url: str) -> Iterator[Any]:
+    from megatronish.core.remote import RemotePath  # late, as above
+
+    folder = RemotePath(url)
+    yield folder
+    folder.remove_tree()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

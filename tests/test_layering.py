@@ -59,7 +59,7 @@ ROWS = (
     ("optim",),
     ("parallel.pipeline", "parallel.data_parallel", "data"),
     ("checkpoint", "estimate.planner"),
-    ("estimate.links",),
+    ("estimate.links", "estimate.disk_room"),
     ("estimate.room",),
     ("formats",),
     ("engine",),

@@ -6,7 +6,7 @@ from megatronish.config import read
 from megatronish.config.check import refuse_unrunnable_plans
 from megatronish.config.hub import fetch_weights
 from megatronish.estimate.costs.parameters import refuse_cut_blocks
-from megatronish.estimate.planner.disk_room import refuse_offload_folder
+from megatronish.estimate.disk_room import refuse_offload_folder
 from megatronish.estimate.planner.forecast import refuse_unknown_device
 from megatronish.formats.start import read_start
 from megatronish.specs.adapter_targets import refuse_wrong_targets

@@ -22,7 +22,7 @@ from megatronish.launch.place import Place
 from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.control_tokens import SpanTokens
 from megatronish.tokenizer.tokenizer import Tokenizer
-from megatronish.train.run import start_mesh
+from megatronish.train.start import start_mesh
 
 NONE = "none"
 """Name of no adapter, the base alone, on command lines."""

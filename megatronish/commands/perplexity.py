@@ -30,7 +30,7 @@ from megatronish.launch.local import launch
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import leave
 from megatronish.tokenizer.build import build_tokenizer
-from megatronish.train.run import start_mesh
+from megatronish.train.start import start_mesh
 
 MAX_DERIVED_SEQ_LENGTH = 4096  # windows of 131072 tokens, as some models allow, cost much memory and time
 OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "chat_template", "log_samples")

@@ -24,8 +24,8 @@ from megatronish.estimate.planner.devices import Device
 from megatronish.estimate.planner.workload import Workload
 from megatronish.launch.local import launch
 from megatronish.launch.place import Place
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 FEW, MANY = 2, 6  # layers of the two models whose difference is the time of a layer
 TINY = (

@@ -274,19 +274,11 @@ def experts_of(config: Config, mesh: Mesh) -> ExpertParallel:
 
 def execution_of(config: Config, mesh: Mesh) -> Execution:
     """Settings of the forward and backward of layers."""
-    recompute: RecomputeConfig = config.recompute
     return Execution(
         mesh.cp,
         config.parallel.cp_comm_type,
         config.training.attention_backend,
-        Recompute(
-            recompute.recompute_granularity,
-            recompute.recompute_method,
-            recompute.recompute_num_layers,
-            recompute.named_modules,
-            shard_axis=mesh.tp if recompute.distribute_saved_activations else Axis("tp"),
-            offload=recompute.offload_saved_activations,
-        ),
+        Recompute(config.recompute, mesh.tp if config.recompute.distribute_saved_activations else Axis("tp")),
         dropout_seed=config.training.seed,
         sends_latents=config.sends_latents,
     )

@@ -11,47 +11,22 @@ made and a later layer would keep as its input.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatronish.config.sections.training import CORE, RecomputeModule
+from megatronish.config.sections.training import RecomputeConfig, RecomputeModule
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Axis
 
 
-@dataclass(frozen=True)
-class Recompute:
-    """Settings of recomputation, as the config has them. Saved inputs are cut over `shard_axis`, if it has ranks.
+class Recompute(NamedTuple):
+    """What is computed again, by the config. Saved inputs are cut over `shard_axis`, if it has ranks."""
 
-    `modules` are the parts of a layer that selective recomputation is of.
-    """
-
-    granularity: Literal["selective", "full"] | None = None
-    method: Literal["uniform", "block"] = "uniform"
-    num_layers: int = 1
-    modules: frozenset[RecomputeModule] = CORE
-    shard_axis: Axis = field(default_factory=partial(Axis, "tp"))
-    offload: bool = False
-
-    @property
-    def parts(self) -> frozenset[RecomputeModule]:
-        """Parts of a layer that are computed again; none where whole layers are, or nothing."""
-        return self.modules if self.granularity == "selective" else frozenset()
-
-    def groups(self, layers: Sequence[str]) -> list[tuple[Sequence[str], bool]]:
-        """Groups of layers, in order, that are recomputed as one (True) or keep their activations (False)."""
-        if self.granularity != "full":
-            return [(layers, False)]
-        if self.method == "block":
-            again, kept = layers[: self.num_layers], layers[self.num_layers :]
-            return [*(([layer], True) for layer in again), (kept, False)]
-        size = self.num_layers
-        return [(layers[first : first + size], True) for first in range(0, len(layers), size)]
+    config: RecomputeConfig = RecomputeConfig()
+    shard_axis: Axis = Axis("tp")
 
 
 def recompute(
@@ -190,7 +165,7 @@ def _saved_part(x: Tensor, how: Recompute) -> Tensor:
     """The part of x that is saved: a copy where it is not the whole, as a view would keep the whole alive."""
     if _is_shared(x, how):
         x = comm.piece_of(x.reshape(-1), how.shard_axis).clone()
-    if how.offload:
+    if how.config.offload_saved_activations:
         offloaded = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
         return offloaded.copy_(x, non_blocking=True)
     return x

@@ -64,7 +64,7 @@ class Execution:
             self.cp,
             self.cp_comm_type,
             self.attention_backend,
-            recompute="core_attn" in self.recompute.parts,
+            recompute="core_attn" in self.recompute.config.recomputed,
             sends_latents=self.sends_latents,
         )
 
@@ -165,8 +165,8 @@ class GPT(nn.Module):
                 for n in chunk.layers
             }
         )
-        recompute_parts(self, self.execution.recompute.parts)
-        groups = self.execution.recompute.groups
+        recompute_parts(self, self.execution.recompute.config.recomputed)
+        groups = self.execution.recompute.config.groups
         self.layer_groups = [groups([str(n) for n in chunk.layers if n < config.num_layers]) for chunk in self.chunks]
         if self.is_last:
             self._make_end()
@@ -256,7 +256,7 @@ class GPT(nn.Module):
             # Outside of what is recomputed: the table has one gradient in a backward, of all that look up in it.
             embedded = own.drop(self.embedding.words(tokens), site="embedding", rate=config.hidden_dropout)
             run = partial(_predicted, self.layers[layer], own)
-            if how.granularity == "full" and how.method == "uniform":
+            if how.config.is_uniform:
                 x = recompute(run, x, embedded, how=how, learns=self._learns([layer]))
             else:
                 x = run(x, embedded)

@@ -13,7 +13,7 @@ from megatronish.core.errors import without_passwords
 from megatronish.estimate.costs.layout_costs import LayoutCosts
 from megatronish.estimate.costs.memory_table import format_bytes, memory_table
 from megatronish.estimate.costs.parameters import parameters_of_adapter
-from megatronish.estimate.planner.disk_room import disk_lines
+from megatronish.estimate.disk_room import disk_lines
 from megatronish.estimate.room import note_on_room
 from megatronish.formats.load_sharded import open_hf
 from megatronish.launch.device import choose_device

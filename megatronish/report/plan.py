@@ -146,7 +146,7 @@ ATTENTION = {
 def _kernels(search: Search) -> str:
     """The kernels whose times are taken."""
     work = search.work
-    fused = "by a compiler" if work.fused else "as the kernels of this program do"
+    fused = "by a compiler" if work.config.training.compile else "as the kernels of this program do"
     loss = "the loss in two passes" if work.fused_loss else "the loss in fp32"
     return f"by {ATTENTION[work.attention]}, pointwise operations fused {fused}, {loss}, launches {work.launches}"
 
@@ -193,8 +193,8 @@ def explanation(search: Search, planned: Planned) -> str:
     m = candidate.num_microbatches(search.work.global_batch)
     stages = search.stages(candidate)
     of_stages = (
-        search.clock.passes_of(candidate, counts, is_first=is_first, is_last=is_last)
-        for counts, is_first, is_last, _ in stages.shapes
+        search.clock.passes_of(candidate, stage.counts, is_first=stage.is_first, is_last=stage.is_last)
+        for stage in stages.numbers
     )
     slowest = max(of_stages, key=lambda passes: passes.total)
     parts = Parts().plus(slowest.forward, m).plus(slowest.backward, m).plus(slowest.weight, m)

@@ -1,36 +1,30 @@
 """A training run on one rank, from a config to its last line: mesh, job, engine, hooks and trainer put together."""
 
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
 from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.dump import resolved, write_toml
-from megatronish.config.plugins import import_plugins
 from megatronish.core.aside import Aside
-from megatronish.core.errors import RunError, UserError, without_passwords
+from megatronish.core.errors import RunError, without_passwords
 from megatronish.core.figures import no_matplotlib
 from megatronish.core.remote import RemotePath, location, refuse_unwritable
 from megatronish.data.blend import blend_notes
 from megatronish.data.packed import packing_notes
 from megatronish.estimate.room import refuse_without_room
-from megatronish.launch.device import allocator_note, choose_backend, choose_device, client_of, meeting_store
-from megatronish.launch.libraries import keep_freed_memory, set_determinism, switch_on_flight_recorder
 from megatronish.launch.os_errors import is_lost_rank, mishap
 from megatronish.launch.place import Place
-from megatronish.launch.rendezvous import has_lasting_store, launch_in, refuse_addresses
 from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import from_one
 from megatronish.parallel.mesh import Mesh, leave
-from megatronish.parallel.pipeline.cuda_graph import own_stream
 from megatronish.report.first_lines import first_lines
 from megatronish.report.trackers.table import open_trackers
 from megatronish.report.trackers.tracker import RunDescription, Trackers
@@ -44,8 +38,8 @@ from megatronish.train.hooks.save import Save
 from megatronish.train.hooks.stop import Stopper
 from megatronish.train.resume import Begun, begin
 from megatronish.train.setup import TrainingJob, report_chats
+from megatronish.train.start import start_mesh, start_sharing, watchdog_of
 from megatronish.train.trainer import Hook, Trainer, TrainingSchedule
-from megatronish.train.watch import lost_rank, share_by_store, start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import Watchdog
 
@@ -79,6 +73,22 @@ def _lost_ranks_named(record: RankRecord) -> Iterator[None]:
         if is_lost_rank(error):
             raise RunError(lost_rank(record, error)) from error
         raise
+
+
+def lost_rank(record: RankRecord, error: BaseException) -> str:
+    """The sentence of a rank whose collective fails because another rank has ended, or cannot be reached any more."""
+    entry, where = record.newest.get(record.main_thread), "a transfer"
+    if entry is not None and entry.peer is not None:
+        where = f"the {entry.operation} {entry.number:,} over {entry.line.name}, whose other end is rank {entry.peer},"
+    elif entry is not None:
+        ranks = ", ".join(map(str, entry.line.ranks[:16])) + (", ..." if len(entry.line.ranks) > 16 else "")
+        where = f"{entry.operation} {entry.number:,} of {entry.line.name} (ranks {ranks})"
+    reason = re.sub(r"^\[[^\]]*\] ", "", without_passwords(str(error)).partition("\n")[0])[:200]
+    failed = f"{where} failed in step {record.step} ({reason})" if record.step else f"{where} failed ({reason})"
+    return (
+        f"a rank that this one communicates with has ended, or its machine is cut off: {failed}. "
+        "Look for the first of these ranks that failed, and for its machine; a run continues from its newest checkpoint"
+    )
 
 
 def _train_watched(
@@ -132,56 +142,6 @@ def _train_watched(
     if is_finished or (place.rank != 0 and (place.rendezvous or "").startswith("file://")):
         return 0
     return config.training.exit_status_if_stopped
-
-
-def start_mesh(
-    config: Config,
-    place: Place,
-    *,
-    on_note: Callable[[str], None] = lambda _note: None,
-    on_launch: Callable[[str], None] = lambda _launch: None,
-    record: RankRecord | None = None,
-    watchdog: Watchdog | None = None,
-) -> Mesh:
-    """Mesh of the config, on this rank's device; `on_note` hears why that is not the one to be expected.
-
-    `on_launch` hears the name that torchrun's agents have for all attempts.
-
-    The `watchdog` exchanges beats with those of the other ranks as soon as there is a place for it.
-    """
-    # 1. Before the device is used and the ranks meet: names of plug-ins, what makes a run deterministic, and addresses
-    # at which ranks cannot meet.
-    import_plugins(config.plugins.plugin)  # where ranks are spawned and not forked, each for itself
-    parallel = config.parallel
-    set_determinism(config.training)  # before the device is used
-    if place.world_size > 1:
-        refuse_addresses()
-    # 2. The store is where ranks meet: heartbeats, the name of the launch and the choice of GPUs go through it before
-    # there are process groups.
-    store = meeting_store(place, timeout_minutes=parallel.distributed_timeout_minutes)
-    if watchdog is not None and store is not None:
-        share_by_store(watchdog, place, client_of(store))
-    if store is not None and has_lasting_store():
-        on_launch(launch_in(store))
-    device, note = choose_device(parallel.device, place, store=store)
-    if note is not None:
-        on_note(note)
-    # 3. The device's settings for the whole process, before the first tensor on it.
-    if device.type == "cpu":
-        keep_freed_memory()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        switch_on_flight_recorder(config.run_dir / "logs")
-        if (note := allocator_note()) is not None:
-            on_note(note)
-    if config.training.cuda_graph:
-        if device.type != "cuda":
-            raise UserError("cuda_graph needs a GPU, and this run is on the CPU; leave --cuda-graph out")
-        own_stream(device)  # from here on all work of this rank is there
-    # 4. Process groups of the layout, in the same order on all ranks.
-    backend = choose_backend(parallel.distributed_backend, device)
-    has_experts = config.model.num_experts is not None
-    return Mesh.of(parallel, place, device=device, backend=backend, has_experts=has_experts, store=store, record=record)
 
 
 def _train(

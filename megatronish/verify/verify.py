@@ -38,8 +38,8 @@ from megatronish.model.gpt import GPT
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Mesh, leave
 from megatronish.train.base_model import draw_base
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 from megatronish.train.trainer import Progress, Trainer, TrainingSchedule
 
 

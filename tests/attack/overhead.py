@@ -22,9 +22,8 @@ from results import Result, publish
 from megatronish.config.read import read_config
 from megatronish.launch.place import Place
 from megatronish.parallel import comm
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
-from megatronish.train.watch import start_sharing, watchdog_of
+from megatronish.train.start import start_mesh, start_sharing, watchdog_of
 from megatronish.watch.record import RankRecord
 from megatronish.watch.watchdog import LONGEST
 

@@ -18,7 +18,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from jobs import call_main, run_job, steps_of, tiny, train_on_ranks
-from object_stores import NEEDS_S3, Store, names_in
+from object_stores import Store, names_in
 from planted_kills import kill_after
 from saved_runs import read_whole, save_value, saved_value
 
@@ -30,7 +30,7 @@ from megatronish.core.remote import RemotePath, is_outage, location, objects_bel
 from megatronish.train.folder import RunMirror
 
 
-@pytest.fixture(params=["file", pytest.param("s3", marks=NEEDS_S3)])
+@pytest.fixture(params=["file", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "file":
         return Store((tmp_path / "store").as_uri(), {})

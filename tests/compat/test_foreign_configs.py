@@ -25,7 +25,8 @@ from megatronish.compat.importers.deepspeed import (
     ZERO,
     from_deepspeed,
 )
-from megatronish.compat.importers.deepspeed_optimizer import MUON, MUON_RATES, PARAMS, SCHEDULER_FLAGS, SCHEDULERS
+from megatronish.compat.importers.deepspeed_optimizer import MUON, MUON_RATES, PARAMS
+from megatronish.compat.importers.deepspeed_scheduler import SCHEDULER_FLAGS, SCHEDULERS
 from megatronish.config.config import Config
 from megatronish.config.data_lists import splits_of_file
 from megatronish.config.dump import to_toml, toml_value, write_toml

@@ -27,8 +27,8 @@ from megatronish.report.trackers.tracker import RunDescription, RunSummary, Trac
 from megatronish.report.trackers.wandb import WeightsAndBiases
 from megatronish.train.hooks.health import failed, say_health
 from megatronish.train.preflight import _opened
+from megatronish.train.start import watchdog_of
 from megatronish.train.trainer import Aside
-from megatronish.train.watch import watchdog_of
 from megatronish.watch.heartbeat import bare_beat
 from megatronish.watch.record import RankRecord
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_tasks import killed_at
+from task_runs import killed_at
 
 from megatronish.commands.preprocess_tasks import main
 from megatronish.core.errors import UserError

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 from ranks import wait_until
+from task_runs import inputs_of
 from test_chat_tokens import sentencepiece_tokenizer
-from test_tasks import inputs_of
 from trained_bpe import trained
 
 from megatronish.commands.preprocess_tasks import main

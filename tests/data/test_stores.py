@@ -2,14 +2,13 @@
 
 import gzip
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from object_stores import NEEDS_S3
-from test_tasks import in_one, inputs_of, joined, plan_of, run_of
+from task_runs import in_one, inputs_of, joined, plan_of, run_of
 
 from megatronish.commands.preprocess_tasks import main
 from megatronish.core.errors import RunError, UserError
@@ -20,22 +19,11 @@ from megatronish.data.stores import LARGEST_READ, TRIES, open_binary
 from megatronish.data.tasks import read_plan, run_task
 
 
-@pytest.fixture(params=["memory", pytest.param("s3", marks=NEEDS_S3)])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemotePath]:
-    """An empty folder of a store."""
-    base = "memory://inputs" if request.param == "memory" else request.getfixturevalue("s3").url
-    folder = RemotePath(f"{base}/{tmp_path.name}")
-    yield folder
-    folder.remove_tree()
-
-
 @pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemotePath]:
+def memory(memory_folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
     """A folder of a store in memory, which is asked again without a pause."""
     monkeypatch.setattr(stores, "FIRST_WAIT", 0.0)
-    folder = RemotePath(f"memory://inputs/{tmp_path.name}")
-    yield folder
-    folder.remove_tree()
+    return memory_folder
 
 
 def put(folder: RemotePath, name: str, content: bytes) -> RemotePath:
@@ -49,12 +37,12 @@ def copied(files: list[Path], folder: RemotePath) -> list[Location]:
 
 
 def test_cleaning_takes_the_same_documents_as_from_a_disk(
-    tmp_path: Path, folder: RemotePath, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, store_folder: RemotePath, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files, told = inputs_of(tmp_path / "in"), list[str]()
-    urls = [path.url for path in copied(files, folder) if isinstance(path, RemotePath)]
+    urls = [path.url for path in copied(files, store_folder) if isinstance(path, RemotePath)]
     (tmp_path / "reference.jsonl").write_text('{"q": ["1 300 1 300 1 300", "x"]}')
-    reference = put(folder, "reference.jsonl", (tmp_path / "reference.jsonl").read_bytes()).url
+    reference = put(store_folder, "reference.jsonl", (tmp_path / "reference.jsonl").read_bytes()).url
     flags = ["--tokenizer-type", "bytes", "--deduplicate", "minhash", "--decontaminate-ngram", "2"]
     for name, inputs, path in (("disk", map(str, files), f"{tmp_path}/reference.jsonl"), ("store", urls, reference)):
         argv = ["--input", *inputs, *flags, "--decontaminate", path, "--output-prefix", f"{tmp_path}/{name}"]
@@ -63,7 +51,7 @@ def test_cleaning_takes_the_same_documents_as_from_a_disk(
             assert main([phase, "--plan", f"{tmp_path}/{name}.plan.json", "--task", "0::1"]) == 0
         capsys.readouterr()
         assert main(["merge", "--plan", f"{tmp_path}/{name}.plan.json", "--show-removed"]) == 0
-        place = str(tmp_path / "in") if name == "disk" else folder.url
+        place = str(tmp_path / "in") if name == "disk" else store_folder.url
         told.append(capsys.readouterr().err.replace(path, "reference").replace(place, ""))
     assert told[0] == told[1]
     assert "by --decontaminate reference\n" in told[0] and "by --deduplicate minhash\n" in told[0]
@@ -73,26 +61,26 @@ def test_cleaning_takes_the_same_documents_as_from_a_disk(
 
 
 @pytest.mark.parametrize("num_tasks", [1, 7])
-def test_bytes_are_those_of_the_same_files_on_a_disk(tmp_path: Path, folder: RemotePath, num_tasks: int) -> None:
+def test_bytes_are_those_of_the_same_files_on_a_disk(tmp_path: Path, store_folder: RemotePath, num_tasks: int) -> None:
     files, bad = inputs_of(tmp_path / "in"), list[str]()
     expected = in_one(tmp_path / "one", files, bad)
-    copied(files, folder)
-    plan = plan_of(tmp_path / "many", input_files([str(folder)]), num_tasks)
-    assert [file.path for file in plan.inputs] == [str(folder / path.name) for path in files]
+    copied(files, store_folder)
+    plan = plan_of(tmp_path / "many", input_files([str(store_folder)]), num_tasks)
+    assert [file.path for file in plan.inputs] == [str(store_folder / path.name) for path in files]
     if num_tasks > 1:
         assert any(piece.start for pieces in plan.tasks for piece in pieces), "a file is cut"
     records = [run_task(read_plan(plan.path), number, run_of()) for number in range(num_tasks)]
     assert joined(plan) == expected
     told = [f"{path}:{line}: {why}" for record in records for path, line, why in record.first_bad_lines]
-    assert told == [line.replace(f"{tmp_path}/in", str(folder)) for line in bad]
+    assert told == [line.replace(f"{tmp_path}/in", str(store_folder)) for line in bad]
 
 
-def test_row_groups_of_parquet_are_read_in_ranges(tmp_path: Path, folder: RemotePath) -> None:
+def test_row_groups_of_parquet_are_read_in_ranges(tmp_path: Path, store_folder: RemotePath) -> None:
     arrow = pytest.importorskip("pyarrow", reason="needs pyarrow, of the extra parquet")
     parquet = pytest.importorskip("pyarrow.parquet")
     texts = [f"row {number} " * (number % 9) for number in range(1000)]
     parquet.write_table(arrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=100)
-    (place,) = copied([tmp_path / "x.parquet"], folder)
+    (place,) = copied([tmp_path / "x.parquet"], store_folder)
     plan = plan_of(tmp_path / "many", [place], 3)
     for number in range(3):
         run_task(plan, number, run_of())
@@ -100,16 +88,16 @@ def test_row_groups_of_parquet_are_read_in_ranges(tmp_path: Path, folder: Remote
 
 
 def test_the_command_reads_urls_and_sees_an_object_that_changed(
-    folder: RemotePath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store_folder: RemotePath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = put(folder, "a.jsonl", b'{"text": "abc"}\n' * 10)
-    argv = ["--input", str(folder), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "p")]
+    place = put(store_folder, "a.jsonl", b'{"text": "abc"}\n' * 10)
+    argv = ["--input", str(store_folder), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "p")]
     assert main(argv) == 0
     assert main(["plan", *argv, "--tasks", "2"]) == 0
     plan = ["--plan", str(tmp_path / "p.plan.json")]
     assert main(["run", *plan, "--task", "0::1"]) == 0
     assert main(["merge", *plan]) == 0
-    put(folder, "a.jsonl", b'{"text": "abd"}\n' * 10)
+    put(store_folder, "a.jsonl", b'{"text": "abd"}\n' * 10)
     (tmp_path / "p.shards" / "task-00000.json").unlink()
     assert main(["run", *plan, "--task", "0"]) == 2
     assert f"input {place} was changed since {tmp_path}/p.plan.json was made" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.model.adapters import is_adapter
 from megatronish.train.base_model import draw_base
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 STEPS = 2
 

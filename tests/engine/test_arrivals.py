@@ -15,8 +15,8 @@ from megatronish.config.sections.finetuning import AdapterConfig
 from megatronish.core.errors import RunError
 from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 LORA = AdapterConfig(adapter_type="lora", lora_rank=2)
 

@@ -20,8 +20,8 @@ from megatronish.config.read import read_config
 from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.train.checkpoint_state import tensors_of
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 from megatronish.verify.verify import RoutingRecorder
 
 STEPS = 2  # the second begins with what the first has made of weights and biases

@@ -14,8 +14,8 @@ from megatronish.config.read import read_config
 from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.parallel.sharding import Sharding
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 FULL = "--recompute-granularity full"
 LEARNING: dict[str, Callable[[str], bool]] = {

@@ -37,7 +37,7 @@ from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.sharding import Piece, fill_initial
 from megatronish.train.base_model import draw_base
 from megatronish.train.checkpoint_state import base_tensors_of
-from megatronish.train.run import start_mesh
+from megatronish.train.start import start_mesh
 
 SIZES = "--hidden-size 128 --num-attention-heads 8 --ffn-hidden-size 256"
 GATED = "--swiglu --disable-bias-linear --normalization RMSNorm --num-query-groups 2 --group-query-attention"

@@ -13,9 +13,9 @@ from paths import ROOT
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
 from megatronish.core.errors import UserError
+from megatronish.estimate import disk_room
 from megatronish.estimate.costs.layout_costs import LayoutCosts, memory_of_stages
-from megatronish.estimate.planner import disk_room
-from megatronish.estimate.planner.disk_room import (
+from megatronish.estimate.disk_room import (
     IN_MEMORY,
     bytes_on_this_machine,
     disk_lines,

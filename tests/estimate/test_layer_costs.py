@@ -15,7 +15,8 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import AttentionBackend, TrainingConfig
 from megatronish.core.layout import Layout
-from megatronish.estimate.costs.layer_kind_memory import LayerMemory, layer_kinds
+from megatronish.estimate.costs.layer_kind_memory import LayerMemory
+from megatronish.estimate.costs.layer_kinds import layer_kinds
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.launch.place import Place
 from megatronish.layers.linear import split_backward
@@ -288,7 +289,7 @@ def elements_deferred(place: Place, sequence: bool) -> float:
 def test_a_row_counts_what_deferred_weight_gradients_keep(tp: int, sequence: bool) -> None:
     parallel = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence)
     config = Config(MODELS["qwen3"], parallel, training=TrainingConfig(seq_length=S, micro_batch_size=1))
-    memory = LayerMemory(config, V, "cpu", defers=True)
+    memory = LayerMemory(config, V, "cpu")
     for elements in run_ranks(tp, elements_deferred, sequence):
         assert 4 * elements * S == memory.deferred(layer_kinds(config.model, config.adapter)[0])
 

@@ -78,9 +78,10 @@ def test_what_zero_shares_is_divided_by_the_ranks_that_share_it(dp: int) -> None
 
 def test_copies_and_context_parallelism_say_how_many_share() -> None:
     for layout, copies, ranks in [(Layout(dp=8), 2, 4), (Layout(dp=4, cp=2), 1, 8), (Layout(dp=4, cp=2), 4, 2)]:
-        parallel = ParallelConfig(zero_stage=1, num_distributed_optimizer_instances=copies)
-        assert ZeroSettings.of(parallel, layout).ranks == ranks
-        assert ZeroSettings.of(ParallelConfig(), layout).ranks == 1
+        sizes = {"data_parallel_size": layout.dp, "context_parallel_size": layout.cp}
+        parallel = ParallelConfig(**sizes, zero_stage=1, num_distributed_optimizer_instances=copies)
+        assert ZeroSettings.of(Config(parallel=parallel)).ranks == ranks
+        assert ZeroSettings.of(Config(parallel=ParallelConfig(**sizes))).ranks == 1
 
 
 def test_what_is_offloaded_lies_on_the_host() -> None:

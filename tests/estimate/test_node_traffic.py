@@ -16,7 +16,7 @@ from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.planner.named_layout import read_layout
 from megatronish.launch.place import Place
 from megatronish.parallel.stages import Stages
-from megatronish.train.run import start_mesh
+from megatronish.train.start import start_mesh
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
 

@@ -66,6 +66,13 @@ OTHERS = {
     "DPO": (64, "--objective dpo --dataset-type chat --data-path y.jsonl --load x"),
     "SimPO": (64, "--objective simpo --dataset-type chat --data-path y.jsonl --load x"),
     "offloading": (64, "--optimizer-cpu-offload"),
+    "codes": (16, "--zero-quantized-gradients int8 --zero-quantized-weights int8"),
+    "latents": (
+        4,
+        "--multi-latent-attention --no-group-query-attention --kv-lora-rank 512 --qk-head-dim 128 "
+        "--qk-pos-emb-head-dim 64 --v-head-dim 128 --global-batch-size 4 --num-layers 8",
+    ),
+    "predictions ahead": (4, "--mtp-num-layers 2 --global-batch-size 8 --num-layers 8"),
 }
 
 
@@ -93,6 +100,24 @@ def test_a_layout_has_the_same_memory_in_a_search_and_by_itself(name: str) -> No
     search = search_of(name if name in CASES else "llama-70b", *flags.split(), gpus=gpus)
     for candidate, among_others, by_itself in sizes_of(search, 20):
         assert among_others == by_itself, candidate
+
+
+def test_settings_that_need_some_of_a_layout_have_the_layouts_that_have_it() -> None:
+    """Codes are of what ZeRO shards, and pieces of products of sequences that are cut."""
+    codes = search_of("llama-70b", "--zero-quantized-gradients", "int8", gpus=64)
+    assert {zero for mesh in codes.meshes() for _, zeros in codes.families(mesh) for zero in zeros} == {1, 2, 3}
+    pieces = search_of("llama-70b", "--tp-comm-overlap", gpus=64)
+    cuts = {(mesh.tp > 1, each.sequence_parallel) for mesh in pieces.meshes() for each, _ in pieces.families(mesh)}
+    assert cuts == {(False, False), (True, True)}
+
+
+def test_latents_of_a_ring_wait_for_no_weight_gradients_in_a_search_either() -> None:
+    """Under zero-bubble schedules keys and values go round, and not latents."""
+    gpus, flags = OTHERS["latents"]
+    search = search_of("llama-70b", *flags.split(), gpus=gpus)
+    for schedule in ("1f1b", "zb-h1"):
+        candidate = Candidate(MeshSizes(pp=2, cp=2), schedule=schedule)
+        assert search.nbytes(candidate) == alone(search, candidate)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from megatronish.commands.configuration import read_config
 from megatronish.config.config import Config
 from megatronish.engine.build import execution_of, with_adapters
 from megatronish.estimate.costs.memory import expected_memory
-from megatronish.estimate.costs.stage_parameters import StageParameter, stage_parameters
+from megatronish.estimate.costs.stage_parameters import StageParameter, StageParameters
 from megatronish.launch.place import Place
 from megatronish.optim.muon import matrices_of
 from megatronish.parallel.bucketing import cut_into_buckets, padded_size
@@ -103,7 +103,7 @@ def test_the_list_is_that_of_the_model(name: str, stage: str) -> None:
     place = config.layout.pp - 1 if stage == "last" else 0
     built, stages = built_by(config, pp=place)
     parameters = dict(built.model.named_parameters())
-    listed = stage_parameters(config, stages.load(place, 8), vocab_size=90)
+    listed = list(StageParameters(config, stages.load(place, 8), 90).all())
     found = [each._replace(cut=tuple(sorted(each.cut)), sources=frozenset(), learns=True) for each in listed]
     assert found == [as_listed(each, parameters[each], built.shardings[each]) for each in parameters]
     for each in listed:

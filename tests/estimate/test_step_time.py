@@ -94,6 +94,8 @@ def test_what_no_measured_step_confirms_is_said() -> None:
         assert part in said(flags)
     islands = Config().with_fields(outer_optimizer="nesterov")  # of a run: plans are without
     assert "outer steps are left out" in " ".join(reservations(islands))
+    for name in ("zero_hpz_partition_size", "num_distributed_optimizer_instances"):
+        assert "copies keep it in a node" in " ".join(reservations(Config().with_fields(**{name: 2})))
 
 
 def test_ranks_of_a_node_share_its_disk() -> None:
@@ -169,7 +171,7 @@ def passes_of(layout: str, flags: str) -> Passes:
     argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), *flags.split()]
     config = read_config(argv, needs_files=False, settle_layout=without_layout).config
     search = Search(config, Workload.of(config, 128256), find_device("h100-sxm"), 8)
-    ((passes,), _, _) = search.clock.of_kinds(read_layout(layout, gpus=8))
+    (passes,) = search.clock.of_kinds(read_layout(layout, gpus=8))[0].values()
     return passes
 
 

@@ -34,8 +34,8 @@ from megatronish.launch.place import Place
 from megatronish.parallel.sharding import Piece
 from megatronish.train.checkpoint_state import tensors_of
 from megatronish.train.resume import begin
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 FAMILIES = tuple(CONFIGS)
 

@@ -117,6 +117,8 @@ def test_keys_that_switch_parts_are_understood(tmp_path: Path) -> None:
     clipped = model_of(tmp_path, {"model_type": "mpt", "attn_config": {"clip_qkv": 6.0, "softmax_scale": 0.1}})
     assert (clipped.clip_qkv, clipped.softmax_scale) == (6.0, 0.1)
     assert model_of(tmp_path, {"model_type": "mpt", "attn_config": {"clip_qkv": 0}}).clip_qkv is None
+    for kind in ("olmo", "olmoe"):
+        assert model_of(tmp_path, {"model_type": kind, "clip_qkv": 6.0}).clip_qkv == 6.0
     both = model_of(tmp_path, {"model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True})
     assert (both.norm_placement, both.qk_layernorm_by_head) == ("parallel", True)
 

@@ -15,9 +15,9 @@ import torch
 from conversions import to_ours
 from jobs import call_main, run_job, tiny, train_on_ranks, write_tokens
 from paths import GOLDEN
+from plain_model import VARIANTS, VOCABULARY, S, model_of
 from ranks import run_ranks
 from sweeps import some_of
-from test_model import VARIANTS, VOCABULARY, S, model_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 

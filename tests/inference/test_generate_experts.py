@@ -19,7 +19,7 @@ from megatronish.inference.load import find_trained, load_engine, load_model
 from megatronish.inference.scoring import measure
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import leave
-from megatronish.train.run import start_mesh
+from megatronish.train.start import start_mesh
 
 EXPERTS = (
     "--vocab-size 300 --num-layers 4 --num-experts 8 --moe-ffn-hidden-size 24 --moe-router-topk 2 --swiglu "

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from ranks import run_ranks
 from saved import saved_by
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.config.sections.training import AttentionBackend
+from megatronish.config.sections.training import AttentionBackend, RecomputeConfig
 from megatronish.core.layout import Layout
 from megatronish.launch.place import Place
 from megatronish.layers import recompute as layer
@@ -81,19 +82,23 @@ def bytes_of(model: GPT) -> int:
     return saved.num_bytes
 
 
-def bytes_per_layer(config: ModelConfig, **settings: object) -> float:
+def settings_of(*given: Any, **named: Any) -> Recompute:
+    """Recomputation with these fields of its section."""
+    return Recompute(RecomputeConfig(*given, **named))
+
+
+def bytes_per_layer(config: ModelConfig, **settings: Any) -> float:
     """From the difference that layers make: two groups of those that are computed again together."""
-    size = max(1, getattr(settings["recompute"], "num_layers", 1))
+    size = max(1, settings["recompute"].config.recompute_num_layers)
     few, many = (
-        bytes_of(model_of(replace(config, num_layers=num_layers), **settings))  # type: ignore[arg-type]
-        for num_layers in (size, 3 * size)
+        bytes_of(model_of(replace(config, num_layers=num_layers), **settings)) for num_layers in (size, 3 * size)
     )
     return (many - few) / (2 * size)
 
 
 def on_rank(place: Place, sequence_parallel: bool, granularity: str | None, shared: bool) -> float:
     mesh = Mesh.start(Layout(tp=place.world_size), rank=place.rank, init_method=place.rendezvous)
-    recompute = Recompute(granularity, shard_axis=mesh.tp if shared else Axis("tp"))  # type: ignore[arg-type]
+    recompute = settings_of(granularity)._replace(shard_axis=mesh.tp if shared else Axis("tp"))
     return bytes_per_layer(MODEL, recompute=recompute, tp=TensorParallel(mesh.tp, sequence_parallel))
 
 
@@ -119,7 +124,7 @@ def test_selective_recomputation_keeps_32_sbh_bytes_whatever_the_softmax() -> No
     backends: tuple[AttentionBackend, ...] = ("auto", "fused_softmax")
     for rate, backend in product((0.0, 0.1), backends):
         config = replace(MODEL, attention_dropout=rate)
-        measured = bytes_per_layer(config, recompute=Recompute("selective"), attention_backend=backend)
+        measured = bytes_per_layer(config, recompute=settings_of("selective"), attention_backend=backend)
         assert measured == pytest.approx(32 * SBH, rel=SMALL)
 
 
@@ -137,8 +142,10 @@ def test_tensor_parallelism_alone_divides_24_of_the_32() -> None:
 
 def test_full_recomputation_keeps_2_sbh_bytes() -> None:
     """An input a layer, or one for several layers that are computed again together."""
-    assert bytes_per_layer(MODEL, recompute=Recompute("full")) == 2 * SBH + KEYS
-    assert bytes_per_layer(MODEL, recompute=Recompute("full", num_layers=3)) == pytest.approx(2 * SBH / 3 + KEYS)
+    assert bytes_per_layer(MODEL, recompute=settings_of("full")) == 2 * SBH + KEYS
+    assert bytes_per_layer(MODEL, recompute=settings_of("full", recompute_num_layers=3)) == pytest.approx(
+        2 * SBH / 3 + KEYS
+    )
 
 
 def test_the_kept_input_can_be_shared_over_tp() -> None:
@@ -151,7 +158,7 @@ def test_block_recomputes_the_first_layers_and_keeps_the_others() -> None:
     config = replace(MODEL, num_layers=4)
     whole, block, full = (
         bytes_of(model_of(config, recompute=how))
-        for how in (Recompute(), Recompute("full", "block", 1), Recompute("full", "block", 9))
+        for how in (Recompute(), settings_of("full", "block", 1), settings_of("full", "block", 9))
     )
     one = bytes_per_layer(MODEL, recompute=Recompute())
     assert whole - block == pytest.approx(one - 2 * SBH, rel=1e-3)
@@ -160,19 +167,24 @@ def test_block_recomputes_the_first_layers_and_keeps_the_others() -> None:
 
 GROUPS: list[tuple[Recompute, list[tuple[str, bool]]]] = [
     (Recompute(), [("abcde", False)]),
-    (Recompute("selective"), [("abcde", False)]),
-    (Recompute("full"), [(layer, True) for layer in "abcde"]),
-    (Recompute("full", "uniform", 2), [("ab", True), ("cd", True), ("e", True)]),
-    (Recompute("full", "block", 2), [("a", True), ("b", True), ("cde", False)]),
+    (settings_of("selective"), [("abcde", False)]),
+    (settings_of("full"), [(layer, True) for layer in "abcde"]),
+    (settings_of("full", "uniform", 2), [("ab", True), ("cd", True), ("e", True)]),
+    (settings_of("full", "block", 2), [("a", True), ("b", True), ("cde", False)]),
 ]
 
 
 @pytest.mark.parametrize(("how", "groups"), GROUPS)
 def test_layers_are_grouped_as_the_method_says(how: Recompute, groups: Sequence[tuple[str, bool]]) -> None:
-    assert [("".join(layers), again) for layers, again in how.groups(list("abcde")) if layers] == list(groups)
+    assert [("".join(layers), again) for layers, again in how.config.groups(list("abcde")) if layers] == list(groups)
 
 
-HOWS = [Recompute("selective"), Recompute("full"), Recompute("full", "uniform", 3), Recompute("full", "block", 1)]
+HOWS = [
+    settings_of("selective"),
+    settings_of("full"),
+    settings_of("full", "uniform", 3),
+    settings_of("full", "block", 1),
+]
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -192,7 +204,7 @@ def test_parts_that_are_computed_again_are_the_same_in_every_bit(tp: bool) -> No
     """The norm's output is read by three products of the heads, the MLP's input by one that is computed again."""
     config = replace(MODEL, attention_dropout=0.1, norm_placement="parallel" if tp else "pre")
     found = []
-    for recompute in (Recompute(), Recompute("selective", modules=frozenset({"core_attn", "layernorm", "mlp"}))):
+    for recompute in (Recompute(), settings_of("selective", recompute_modules=("core_attn", "layernorm", "mlp"))):
         model = model_of(config, recompute=recompute).float()
         loss = model(None, batch(), step=0).sum()
         loss.backward()
@@ -228,7 +240,7 @@ def test_what_is_restored_is_not_kept_and_computed_once_for_all_that_read_it() -
 
 
 def test_an_evaluation_recomputes_nothing() -> None:
-    model = model_of(MODEL, recompute=Recompute("full")).float()
+    model = model_of(MODEL, recompute=settings_of("full")).float()
     plain = model_of(MODEL, recompute=Recompute()).float()
     with torch.no_grad():
         assert torch.equal(model(None, batch(), step=None), plain(None, batch(), step=None))
@@ -237,7 +249,7 @@ def test_an_evaluation_recomputes_nothing() -> None:
 @pytest.mark.gpu
 def test_inputs_that_wait_in_the_cpus_memory_come_back() -> None:
     found = []
-    for recompute in (Recompute(), Recompute("full", offload=True)):
+    for recompute in (Recompute(), settings_of("full", offload_saved_activations=True)):
         model = model_of(MODEL, recompute=recompute).cuda()
         with saved_by(model) as saved:
             loss = model(None, batch().to(torch.device("cuda")), step=0).sum()

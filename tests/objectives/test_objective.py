@@ -14,8 +14,8 @@ from megatronish.engine.build import build_engine
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, Sums
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 FLAGS = f"{NO_DROPOUT} --global-batch-size 8 --num-layers 4 --optimizer sgd"
 

@@ -16,13 +16,9 @@ from typing import Any
 
 import pytest
 
-for _folder in (
-    Path(__file__).parents[1] / "support",
-    Path(__file__).parents[1],
-    Path(__file__).parents[2],
-):  # as a script
-    if str(_folder) not in sys.path:
-        sys.path.insert(0, str(_folder))
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    import conftest  # noqa: F401  the paths of tests
 
 pytestmark = pytest.mark.peers("megatron.core")
 peer: Any = pytest.importorskip(

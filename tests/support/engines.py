@@ -12,8 +12,8 @@ from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 from megatronish.model.batch import MicroBatch
 from megatronish.parallel.data_parallel.zero import Zero
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 

@@ -24,6 +24,17 @@ LLAMA3_8B = ModelConfig(
     hidden_dropout=0.0,
 )
 SMALL = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, make_vocab_size_divisible_by=1)
+TWO_LAYERS = ModelConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=4,
+    position_embedding_type="rope",
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    init_method_std=0.2,
+    make_vocab_size_divisible_by=4,
+)
+"""A model of planted mistakes, small, with weights so large that each mistake shows."""
 VARIANTS = {
     "gpt2": SMALL,
     "llama": replace(

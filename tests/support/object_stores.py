@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +12,6 @@ import pytest
 from ranks import wait_until
 
 from megatronish.core.remote import RemotePath
-
-NEEDS_S3 = pytest.mark.skipif(
-    find_spec("moto") is None or find_spec("s3fs") is None,
-    reason="needs a server of S3: pip install s3fs 'moto[server]'",
-)
 
 
 class Store(NamedTuple):

@@ -20,8 +20,8 @@ from megatronish.launch.place import Place
 from megatronish.model.block import MakeBlock, TransformerBlock
 from megatronish.parallel.mesh import Mesh
 from megatronish.parallel.sharding import Piece
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 
 def read_whole(folder: Location) -> dict[str, Tensor]:

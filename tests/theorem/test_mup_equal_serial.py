@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from comparison import aspects_that_differ, assert_equal_to_serial, assert_same_training, serial
+from models import TWO_LAYERS
 from pairwise import Chosen
 from problem import Problem, Spread
 from ranks import run_ranks
@@ -13,7 +14,6 @@ from test_experts_mutations import Patch, no_mistake, planted_train
 from test_latent_equal_serial import LATENT
 from theorem_cases import choices, name_of, problem_of, spread_of
 
-from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.optimizer import OptimizerConfig
 from megatronish.core.layout import Layout
 from megatronish.layers.linear import ColumnParallelLinear
@@ -78,19 +78,7 @@ def test_a_layout_trains_a_width_as_one_process_does(model: str, layout: Layout,
 # Mistakes
 
 PROBLEM = Problem(
-    replace(
-        ModelConfig(
-            num_layers=2,
-            hidden_size=16,
-            num_attention_heads=4,
-            position_embedding_type="rope",
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            init_method_std=0.2,
-            make_vocab_size_divisible_by=4,
-        ),
-        **MUP,
-    ).written_out,
+    replace(TWO_LAYERS, **MUP).written_out,
     seq_length=16,
     global_batch_size=4,
 )

@@ -10,33 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 from comparison import aspects_that_differ, assert_same_training, serial
+from models import TWO_LAYERS
 from problem import Problem, Spread
 from ranks import run_ranks
 from sweeps import some_of
 from test_experts_mutations import Patch, no_mistake, planted_train
 from torch import Tensor
 
-from megatronish.config.sections.model import ModelConfig
 from megatronish.core.layout import Layout
 from megatronish.model import gpt
 from megatronish.model.batch import MicroBatch
 from megatronish.model.context import Context, make_context
 from megatronish.parallel.mesh import Axis
 
-PROBLEM = Problem(
-    ModelConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        position_embedding_type="rope",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        init_method_std=0.2,
-        make_vocab_size_divisible_by=4,
-    ),
-    seq_length=16,
-    global_batch_size=2,
-)
+PROBLEM = Problem(TWO_LAYERS, seq_length=16, global_batch_size=2)
 
 
 def change_positions(patch: Patch, change: Callable[[Tensor, Axis], Tensor]) -> None:

@@ -35,8 +35,7 @@ from megatronish.launch.terminal import patient
 from megatronish.parallel.schedules.recorded import Recorded
 from megatronish.tokenizer.build import build_tokenizer
 from megatronish.train.folder import make_writable
-from megatronish.train.run import draw_curves
-from megatronish.train.watch import lost_rank
+from megatronish.train.run import draw_curves, lost_rank
 from megatronish.watch.record import RankRecord
 
 MAKE: dict[str, Callable[[Path], None]] = {

@@ -3,12 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatronish.compat.importers.deepspeed_optimizer import (
-    OPTIMIZER_SWITCHES,
-    SCHEDULER_SWITCHES,
-    optimizer,
-    scheduler,
-)
+from megatronish.compat.importers.deepspeed_optimizer import OPTIMIZER_SWITCHES, optimizer
+from megatronish.compat.importers.deepspeed_scheduler import SCHEDULER_SWITCHES, scheduler
 from megatronish.compat.importers.deepspeed_sparse import sparse_attention
 from megatronish.compat.importers.imported import (
     AUTO,

@@ -1,4 +1,4 @@
-"""Rules on the sizes of a model, its position embedding, its gates and its patterns of layers."""
+"""Rules on the sizes of a model, its position embedding, gates, patterns of layers and multi-token prediction."""
 
 import math
 from collections.abc import Callable
@@ -243,4 +243,58 @@ RULES = (
     ),
     ConfigRule(("xielu", "model_type", "num_experts"), _xielu),
     ConfigRule(("glu_linear_offset", "activation_func_clamp_value", "swiglu", "geglu", "quick_geglu"), _gate),
+)
+
+
+# Multi-token prediction: which models and objectives have it.
+
+_OF_PREDICTION = {"model_type": "gpt", "block": "transformer", "embed_layernorm": False}
+_PREDICTION_POSITIONS = ("rope", "alibi", "none")
+
+
+def _said(config: Config) -> str:
+    return f"mtp_num_layers={config.model.mtp_num_layers}"
+
+
+def _prediction_by_gpt(config: Config) -> str | None:
+    if config.model.num_depths == 0:
+        return None
+    for name, needed in _OF_PREDICTION.items():
+        value = getattr(config.model, name)
+        if value != needed:
+            return (
+                f"{_said(config)} is for the layers and words of a plain GPT, and not for {name}={value}; leave one out"
+            )
+    return None
+
+
+def _prediction_positions(config: Config) -> str | None:
+    kind = config.model.position_embedding_type
+    if config.model.num_depths == 0 or kind in _PREDICTION_POSITIONS:
+        return None
+    return (
+        f"{_said(config)} looks words up where the model ends, and position_embedding_type={kind} adds to them where "
+        "it begins; add --position-embedding-type rope, or leave --mtp-num-layers out"
+    )
+
+
+def _prediction_objective(config: Config) -> str | None:
+    name = config.training.objective
+    if config.model.num_depths == 0 or name == "causal_lm":
+        return None
+    return f"{_said(config)} adds to a loss of each next token, which objective={name} is not; use --mtp-num-layers 0"
+
+
+def _prediction_length(config: Config) -> str | None:
+    length = config.training.seq_length
+    if config.model.num_depths < length:
+        return None
+    return f"{_said(config)} must be less than seq_length={length}, or nothing is there to predict; use less"
+
+
+PREDICTION_RULES = (
+    ConfigRule(("mtp_num_layers", *_OF_PREDICTION), _prediction_by_gpt),
+    ConfigRule(("mtp_num_layers", "position_embedding_type"), _prediction_positions),
+    ConfigRule(("mtp_num_layers", "objective"), _prediction_objective),
+    ConfigRule(("mtp_num_layers", "seq_length"), _prediction_length),
 )

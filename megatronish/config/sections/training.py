@@ -4,13 +4,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from megatronish.config.marks import REQUIRED, NamedIn, at_least, at_most, greater_than
 from megatronish.core.names import OBJECTIVE_NAMES, in_braces
 
+Layer = TypeVar("Layer")
 LOSS_SCALE_LIMIT = at_most(2.0**120, "2^120, as fp32 ends at 2^128")
 
 AttentionBackend = Literal["auto", "flash", "fused_softmax", "unfused"]
@@ -127,6 +128,23 @@ class RecomputeConfig:
     def named_modules(self) -> frozenset[RecomputeModule]:
         """Parts of a layer that selective recomputation is of."""
         return frozenset(self.recompute_modules) or CORE
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every layer is computed again, of multi-token prediction too."""
+        return self.recompute_granularity == "full" and self.recompute_method == "uniform"
+
+    def groups(self, layers: Sequence[Layer], ahead: Sequence[Layer] = ()) -> list[tuple[Sequence[Layer], bool]]:
+        """Groups of a chunk's layers, in order: computed again as one (True), or with activations that stay (False).
+
+        Layers of multi-token prediction, `ahead`, follow those of the model, each by itself.
+        """
+        size = self.recompute_num_layers
+        if self.is_uniform:
+            groups = [layers[first : first + size] for first in range(0, len(layers), size)]
+            return [(group, True) for group in (*groups, *([layer] for layer in ahead))]
+        again = size if self.recompute_granularity == "full" else 0
+        return [*(([layer], True) for layer in layers[:again]), ([*layers[again:], *ahead], False)]
 
 
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

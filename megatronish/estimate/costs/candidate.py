@@ -51,6 +51,11 @@ class MeshSizes(NamedTuple):
         """Ranks that hold copies of an expert."""
         return max(1, self.tp * self.cp * self.dp // (self.ep * self.etp))
 
+    @property
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """Of each domain the ranks that hold copies of a parameter, and how far they are apart."""
+        return {"dense": (self.cp * self.dp, self.tp), "experts": (self.edp, self.ep * self.etp)}
+
 
 class Candidate(NamedTuple):
     """One layout of a run."""
@@ -66,6 +71,12 @@ class Candidate(NamedTuple):
     def num_microbatches(self, global_batch: int) -> int:
         """Micro-batches of a step."""
         return max(1, global_batch // (self.micro_batch * self.mesh.dp))
+
+    def of_a_layer(self, schedule: str = "1f1b") -> "Candidate":
+        """What of a layout decides the sizes and times of layers: neither data ranks nor stages."""
+        tp, _, _, cp, ep, etp = self.mesh
+        mesh = MeshSizes(tp, 1, 1, cp, ep, etp)
+        return Candidate(mesh, self.micro_batch, schedule, 1, 0, self.recompute, self.sequence_parallel)
 
     @property
     def mesh_text(self) -> str:
@@ -130,10 +141,14 @@ def config_of(base: Config, candidate: Candidate) -> Config:
     return base.with_fields(**layout)
 
 
+def least_zero(base: Config) -> int:
+    """The least stage of ZeRO that the settings allow which no layout changes: offloading and codes need some."""
+    return min((0, 1, 3), key=lambda zero: len(problems(config_of(base, Candidate(MeshSizes(), zero=zero)))))
+
+
 def without_layout(base: Config) -> Config:
     """The config on one device, under the least ZeRO that its other settings allow; its batch stays as it is."""
-    alone = [config_of(base, Candidate(MeshSizes(), zero=zero)) for zero in (0, 1, 3)]
-    return min(alone, key=lambda config: len(problems(config)))
+    return config_of(base, Candidate(MeshSizes(), zero=least_zero(base)))
 
 
 def complaints(config: Config) -> list[str]:

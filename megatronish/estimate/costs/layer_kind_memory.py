@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatronish.config.config import Config
-from megatronish.config.sections.finetuning import AdapterConfig
-from megatronish.config.sections.model import ModelConfig
-from megatronish.core.layout import ExpertLayout
 from megatronish.core.remembered import remembered
-from megatronish.estimate.costs.parameters import adapter_parameters, frozen_bytes, largest_dequantised, quantised
-from megatronish.specs.adapter_targets import all_patterns, is_target
+from megatronish.estimate.costs.layer_kinds import ChunkKinds, LayerKind
+from megatronish.estimate.costs.micro_batch import MicroBatchSizes
+from megatronish.estimate.costs.parameters import frozen_bytes, largest_dequantised, quantised
+from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.attention import AttentionRun, AttentionSpec
 from megatronish.specs.chunk_sizes import LARGE_MATRIX, chunk_sizes
 from megatronish.specs.costs import (
@@ -31,79 +29,12 @@ from megatronish.specs.costs import (
     ActivationBytes,
     Count,
     DeviceType,
-    LayerCost,
     LinearShape,
     WeightGradientBytes,
     sum_counts,
 )
 from megatronish.specs.ends import ends_of
-from megatronish.specs.layers import LayerSpec, PredictionSpec, layer_specs
-
-
-@dataclass(frozen=True, eq=False)
-class LayerKind:
-    """Layers that are alike: their spec, its cost row, and the sections with an adapter; `first` is one of them."""
-
-    spec: LayerSpec
-    cost: LayerCost
-    adapted: frozenset[str]
-    adapters: Count
-    """Parameters of its adapters."""
-    first: int
-
-    @cached_property
-    def parameters(self) -> Count:
-        """Number of a layer's parameters, without adapters."""
-        return self.cost.parameters
-
-    @cached_property
-    def deferred(self) -> tuple[Count, Count]:
-        """Elements a token that weight gradients keep: of inputs, and of output gradients."""
-        return self.cost.deferred_inputs, self.cost.deferred_gradients
-
-
-def layer_kinds(model: ModelConfig, adapter: AdapterConfig) -> list[LayerKind]:
-    """The kind of every layer of the model; layers that are alike have the same one."""
-    kind_by_spec: dict[tuple[LayerSpec, frozenset[str]], LayerKind] = {}
-    patterns = all_patterns(adapter) if adapter.is_used else ()
-    costs: dict[LayerSpec, LayerCost] = {}
-    kinds = []
-    for number, spec in enumerate(layer_specs(model)):
-        cost = costs.get(spec) or costs.setdefault(spec, spec.cost(model))
-        names = (f"{linear.name}.{name}" for linear in cost.linears for name, _ in linear.sections)
-        adapted = frozenset(name for name in names if patterns and is_target(f"layers.{number}.{name}", patterns))
-        if (spec, adapted) not in kind_by_spec:
-            adapters = adapter_parameters(model, [number], adapter)
-            kind_by_spec[spec, adapted] = LayerKind(spec, cost, adapted, adapters, number)
-        kinds.append(kind_by_spec[spec, adapted])
-    return kinds
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkKinds:
-    """Kinds of the layers of a chunk; `layers` are those of one of the chunks that are alike."""
-
-    kinds: tuple[LayerKind, ...]
-    layers: range
-
-
-@dataclass(frozen=True, eq=False)
-class StageKinds:
-    """Chunks of a stage, and whether it has the embedding and the head."""
-
-    chunks: tuple[ChunkKinds, ...]
-    is_first: bool
-    is_last: bool
-
-    @cached_property
-    def counts(self) -> Counter[LayerKind]:
-        """Layers of each kind."""
-        return Counter(self.kinds)
-
-    @cached_property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds of all layers, in the order of a forward."""
-        return tuple(kind for chunk in self.chunks for kind in chunk.kinds)
+from megatronish.specs.layers import layer_specs
 
 
 class ChunkBytes(NamedTuple):
@@ -122,51 +53,36 @@ class ChunkBytes(NamedTuple):
 
 
 @dataclass(eq=False)
-class LayerMemory:
+class LayerMemory(MicroBatchSizes):
     """Bytes of layers on a rank of a layout, for one micro-batch; with `kernels` fused operators run."""
 
-    config: Config
-    vocab_size: int
     device: DeviceType = "cuda"
     kernels: bool = True
-    defers: bool = False
-    """Whether weight gradients wait for actions of their own."""
 
     def __post_init__(self) -> None:
-        model, training, parallel, layout = (
-            self.config.model,
-            self.config.training,
-            self.config.parallel,
-            self.config.layout,
-        )
-        self.element = 4 if training.precision == "fp32" else 2
-        self.tp, self.cp = layout.tp, layout.cp
-        self.ep, self.etp = parallel.expert_layout
+        model = self.config.model
+        self.ep, self.etp = self.experts
         even, room = self.config.rows_of_experts if model.num_experts is not None else (1, 1)
         self.room = room / even
         """Rows of experts, over those of an even load."""
-        self.cuts_sequence = parallel.sequence_parallel and self.tp > 1
-        self.is_ring = self.cp > 1 and parallel.cp_comm_type == "p2p"
-        self.tokens = training.seq_length * training.micro_batch_size // self.cp
-        self.hidden = float(self.tokens * model.hidden_size * self.element)
-        self.residual = self.hidden / self.tp if self.cuts_sequence else self.hidden
+        self.residual = self.hidden / self.tp if self.cuts_sequence else float(self.hidden)
         self.feature = self.tokens * self.element / self.tp
-        padded = model.padded_vocab_size(self.vocab_size, self.tp)
-        self.table = padded * model.hidden_size // self.tp
+        self.table = self.padded_vocab * model.hidden_size // self.tp
         """Elements of an embedding on this rank."""
-        self.logits = float(self.tokens * padded // self.tp * self.element * (1 - model.encoder_share))
+        of_rank = self.tokens * self.padded_vocab // self.tp
+        self.logits = float(of_rank * self.element * (1 - model.encoder_share))
         self.logits *= 1 + model.num_depths
         self.uncapped = 0.0
         """Gradient of the logits before their soft cap, which comes while that after it and the tanh are there."""
         if model.final_logit_softcapping is not None:  # and the tanh, which its backward needs
             self.uncapped = self.logits
             self.logits *= 2
-        chunk = min(chunk_sizes(self.device).logits, self.tokens * padded // self.tp)
         unfused = self.device == "cuda" and not self.kernels and self.element == 2
-        self.exponentials = 4 * chunk if unfused else 0
+        self.exponentials = 4 * min(chunk_sizes(self.device).logits, of_rank) if unfused else 0
         """Those of some tokens' logits, in fp32, while the gradient of the logits is computed."""
-        self.freezes = self.config.adapter.is_used
-        self.defers = self.defers and not self.freezes  # weight gradients of adapters never wait
+        has_weight_gradients = SCHEDULES[self.config.parallel.schedule].has_weight_gradients
+        self.defers = has_weight_gradients and not self.freezes  # those of adapters never wait
+        """Whether weight gradients wait for actions of their own."""
 
     @property
     def adds_at_once(self) -> bool:
@@ -189,27 +105,24 @@ class LayerMemory:
     @remembered
     def of_chunk(self, chunk: ChunkKinds) -> ChunkBytes:
         """Bytes of a chunk."""
-        kinds, recompute, model = chunk.kinds, self.config.recompute, self.config.model
-        size, is_block = recompute.recompute_num_layers, recompute.recompute_method == "block"
-        main = tuple(kind for kind in kinds if not isinstance(kind.spec, PredictionSpec))
-        again = kinds if recompute.recompute_granularity == "full" else kinds[:0]
-        again = main[:size] if is_block and again else again
-        kept = self._sum(self.kept, kinds[len(again) :])
-        steps, grouped = 1 if is_block else size, again[: len(main)]
-        groups = [grouped[start : start + steps] for start in range(0, len(grouped), steps)]
-        groups += [(kind,) for kind in again[len(main) :]]  # each by itself
-        most = max((self._sum(self.kept, group) for group in set(groups)), default=0.0)
+        model, kinds = self.config.model, chunk.kinds
+        own, ahead = ([kind for kind in kinds if kind.is_ahead == is_ahead] for is_ahead in (False, True))
+        groups = self.config.recompute.groups(own, ahead)
+        again = [tuple(group) for group, is_again in groups if is_again]
+        kept = self._sum(self.kept, [kind for group, is_again in groups if not is_again for kind in group])
+        most = max((self._sum(self.kept, group) for group in set(again)), default=0.0)
         deferred = self._sum(self.deferred, kinds) if self.defers else 0.0
-        later = deferred * (len(again) - len(groups[0])) / len(again) if again else 0.0
+        number = sum(map(len, again))
+        later = deferred * (number - len(again[0])) / number if again else 0.0
         has_tables = model.position_embedding_type == "rope" and self.device == "cuda"
         tables = 4 * self.tokens * model.rotary_size if has_tables else 0
         return ChunkBytes(
-            live=len(groups) * self._input + kept + tables,
+            live=len(again) * self._input + kept + tables,
             deferred=deferred,
             again=most,
             more=most + later - kept,
             recomputes=bool(again),
-            keeps_last=len(again) < len(kinds),
+            keeps_last=number < len(kinds),
         )
 
     @property
@@ -416,14 +329,13 @@ class LayerMemory:
     @remembered
     def learned_by(self, chunk: ChunkKinds) -> int:
         """Parameters of a chunk on this rank that learn."""
-        return sum(self.learned(kind) * number for kind, number in Counter(chunk.kinds).items())
+        return sum(self.learned(kind) * number for kind, number in chunk.counts.items())
 
     def frozen(self, kind: LayerKind) -> int:
         """Bytes of a layer's frozen parameters on this rank, those in 4 bits as they are stored."""
         model, adapter = self.config.model, self.config.adapter
         blocks = quantised(model, [kind.first], adapter)
-        experts = ExpertLayout(self.ep, self.etp)
-        return frozen_bytes(kind.parameters, blocks, tp=self.tp, experts=experts, element_bytes=self.element)
+        return frozen_bytes(kind.parameters, blocks, tp=self.tp, experts=self.experts, element_bytes=self.element)
 
     @remembered
     def largest_gradient(self, kind: LayerKind, gradient: WeightGradientBytes) -> int:

@@ -30,7 +30,8 @@ from typing import NamedTuple
 from megatronish.config.config import Config
 from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, candidate_of
-from megatronish.estimate.costs.layer_kind_memory import ChunkKinds, LayerKind, LayerMemory, StageKinds, layer_kinds
+from megatronish.estimate.costs.layer_kind_memory import LayerMemory
+from megatronish.estimate.costs.layer_kinds import ChunkKinds, LayerKind, LayerKinds, StageKinds
 from megatronish.estimate.costs.memory_table import Memory
 from megatronish.estimate.costs.model_state import Rows, StageCounts, stage_state, with_padding
 from megatronish.estimate.costs.stage_parameters import StageParameters
@@ -45,6 +46,9 @@ from megatronish.parallel.schedules.live_activations import (
 )
 from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.costs import DeviceType
+
+DEFERRING = "zb-h1"
+"""A schedule of those whose weight gradients wait, which are alike to a layer."""
 
 
 def expected_memory(
@@ -62,8 +66,7 @@ def expected_memory(
     most where ZeRO-3 has no even number of rows for each.
     """
     model = MemoryModel.alone(config, vocab_size, device, kernels=kernels, shard_ranks=shard_ranks)
-    layout = candidate_of(config)
-    return [model.peak(layout, model.stage(load), load.plan) for load in stages]
+    return model.of_stages(candidate_of(config), stages)
 
 
 def bytes_of_uneven_load(
@@ -78,7 +81,9 @@ def bytes_of_uneven_load(
     layout, activations = candidate_of(config), list[list[int]]()
     for each in (config, twice):
         memory = MemoryModel.alone(each, vocab_size, device, kernels=False)
-        activations.append([memory.most_activations(layout, memory.stage(load), load.plan)[0] for load in stages])
+        activations.append(
+            [memory.most_activations(layout, memory.layers.stage(load), load.plan)[0] for load in stages]
+        )
     return max(uneven - even for even, uneven in zip(*activations, strict=True))
 
 
@@ -100,15 +105,11 @@ class MemoryModel:
 
     config: Config
     vocab_size: int
+    layers: LayerKinds
     config_of: Callable[[Candidate], Config]
     device: DeviceType = "cuda"
     kernels: bool = True
     shard_ranks: Mapping[str, int] = field(default_factory=dict)
-    _chunk_kinds: dict[tuple[LayerKind, ...], ChunkKinds] = field(default_factory=dict)
-    _stage_kinds: dict[tuple[object, ...], StageKinds] = field(default_factory=dict)
-    _layers: dict[tuple[object, ...], LayerMemory] = field(default_factory=dict)
-    _rows: dict[tuple[object, ...], dict[LayerKind, Rows]] = field(default_factory=dict)
-    _buckets: dict[tuple[object, ...], ChunkBuckets] = field(default_factory=dict)
 
     @classmethod
     def alone(
@@ -121,26 +122,15 @@ class MemoryModel:
         shard_ranks: Mapping[str, int] = MappingProxyType({}),
     ) -> "MemoryModel":
         """Of the layout that a config has itself."""
-        return cls(config, vocab_size, lambda _: config, device, kernels, shard_ranks)
+        layers = LayerKinds(config.model, config.adapter)
+        return cls(config, vocab_size, layers, lambda _: config, device, kernels, shard_ranks)
 
-    def __post_init__(self) -> None:
-        self.kinds = layer_kinds(self.config.model, self.config.adapter)
-
-    def stage(self, load: StageLoad) -> StageKinds:
-        """Kinds of the layers of a stage; stages that are alike are the same object."""
-        chunks = []
-        for layers in load.layers:
-            kinds = tuple(self.kinds[layer] for layer in layers)
-            chunks.append(self._chunk_kinds.setdefault(kinds, ChunkKinds(kinds, layers)))
-        stage = StageKinds(tuple(chunks), load.is_first, load.is_last)
-        return self._stage_kinds.setdefault((stage.chunks, stage.is_first, stage.is_last), stage)
-
-    def peak(self, layout: Candidate, stage: StageKinds, plan: StagePlan) -> Memory:
-        """Bytes when most is held, by owner."""
-        return self.peaks(layout, stage, plan, (layout.zero,))[0]
+    def of_stages(self, layout: Candidate, loads: Sequence[StageLoad]) -> list[Memory]:
+        """Bytes on a device of each stage when most is held, by owner."""
+        return [self.peaks(layout, self.layers.stage(load), load.plan, (layout.zero,))[0] for load in loads]
 
     def peaks(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
-        """The same under several stages of ZeRO; 0 and 1 differ in their model state alone."""
+        """Those of a stage under several stages of ZeRO; 0 and 1 differ in their model state alone."""
         sizes, peaks, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
         work = self._work(sizes, stage)
         for zero in zeros:
@@ -181,15 +171,14 @@ class MemoryModel:
     def _work(self, sizes: LayerMemory, stage: StageKinds) -> "StageWork":
         return StageWork(sizes, stage)
 
+    @remembered
     def _layer_memory(self, layout: Candidate) -> LayerMemory:
         defers = SCHEDULES[layout.schedule].has_weight_gradients
-        mesh, recompute = layout.mesh, layout.recompute
-        key = mesh.tp, mesh.cp, mesh.ep, mesh.etp, layout.micro_batch, recompute, layout.sequence_parallel, defers
-        if key not in self._layers:
-            alone = layout._replace(mesh=mesh._replace(pp=1, dp=1), schedule="1f1b", chunks=1, zero=0)
-            config = self.config_of(alone)
-            self._layers[key] = LayerMemory(config, self.vocab_size, self.device, self.kernels, defers)
-        return self._layers[key]
+        return self._memory_of(layout.of_a_layer(DEFERRING if defers else "1f1b"))
+
+    @remembered
+    def _memory_of(self, layer: Candidate) -> LayerMemory:
+        return LayerMemory(self.config_of(layer), self.vocab_size, self.device, self.kernels)
 
     # What does not depend on the micro-batch
 
@@ -200,27 +189,26 @@ class MemoryModel:
         config = self.config_of(layout)
         state = stage_state(config, StageCounts.of(config, stage, vocab_size=self.vocab_size))
         if zero == 3:
-            rows, ends = self._rows_of_kinds(config), self._rows_of_ends(config, stage)
+            # Stages change nothing of a kind's rows, and a context rank shares them as a data rank does.
+            rows = self._rows_of_kinds(mesh._replace(pp=1, dp=mesh.dp * mesh.cp, cp=1))
+            of_ends = _load(is_first=stage.is_first, is_last=stage.is_last)
+            ends = Rows.of(
+                StageParameters(config, of_ends, self.vocab_size).all(), data_ranks(config), self.shard_ranks
+            )
             units = GatheredUnits.of(self._layer_memory(layout), stage, rows, ends)
             if not config.adapter.is_used:
                 of_layers = [rows[kind].times(number) for kind, number in stage.counts.items()]
                 state = with_padding(state, [*of_layers, ends])
         return state, units, muon_bytes(config, stage)
 
-    def _rows_of_kinds(self, config: Config) -> dict[LayerKind, Rows]:
-        ranks, layout = data_ranks(config), config.layout
-        key = layout.tp, config.parallel.expert_layout, tuple(ranks.values())
-        if key not in self._rows:
-            parameters = StageParameters(config, _load(), self.vocab_size)
-            self._rows[key] = {
-                kind: Rows.of(parameters.layer(f"layers.{kind.first}", kind.cost, 0), ranks, self.shard_ranks)
-                for kind in dict.fromkeys(self.kinds)
-            }
-        return self._rows[key]
-
-    def _rows_of_ends(self, config: Config, stage: StageKinds) -> Rows:
-        ends = StageParameters(config, _load(is_first=stage.is_first, is_last=stage.is_last), self.vocab_size).ends()
-        return Rows.of(ends, data_ranks(config), self.shard_ranks)
+    @remembered
+    def _rows_of_kinds(self, mesh: MeshSizes) -> dict[LayerKind, Rows]:
+        config = self.config_of(Candidate(mesh, zero=3))
+        parameters = StageParameters(config, _load(), self.vocab_size)
+        return {
+            kind: Rows.of(parameters.layer(f"layers.{kind.first}", kind.cost, 0), data_ranks(config), self.shard_ranks)
+            for kind in self.layers.different
+        }
 
     def _transients(
         self,
@@ -231,32 +219,30 @@ class MemoryModel:
         units: GatheredUnits,
         plan: StagePlan,
     ) -> StageTransients:
-        number, buckets = len(stage.chunks), list[ChunkBuckets]()
+        number, buckets, alike = len(stage.chunks), list[ChunkBuckets](), self._with_same_buckets(layout)
         # Without ZeRO-2 buckets matter where the embedding is in one with the first layer, which is the first stage's.
         for place in range(number if zero == 2 else min(1, stage.is_first * number)):
             is_first, is_last = stage.is_first and place == 0, stage.is_last and place == number - 1
             ends = {"is_first": is_first, "is_last": is_last}
-            buckets.append(self._buckets_of(layout, stage.chunks[place], **ends, adds_at_once=sizes.adds_at_once))
+            buckets.append(self._buckets_of(alike, stage.chunks[place], **ends, adds_at_once=sizes.adds_at_once))
         is_only = plan.num_microbatches * number == 1
         return StageTransients(sizes, stage, zero, buckets, units, layout.mesh.pp > 1, is_only)
 
+    @remembered
+    def _with_same_buckets(self, layout: Candidate) -> Candidate:
+        """What of a layout decides its buckets: only codes (qgZ) are as many as data ranks make of them."""
+        tp, pp, dp, cp, ep, etp = layout.mesh
+        ranks = dp * cp if self.config.parallel.zero_quantized_gradients is not None else max(1, ep * etp // tp)
+        schedule = DEFERRING if SCHEDULES[layout.schedule].has_weight_gradients else "1f1b"
+        mesh = MeshSizes(tp, min(pp, 2), ranks, 1, ep, etp)
+        return Candidate(mesh, schedule=schedule, zero=2, sequence_parallel=layout.sequence_parallel)
+
+    @remembered
     def _buckets_of(
         self, layout: Candidate, chunk: ChunkKinds, *, is_first: bool, is_last: bool, adds_at_once: bool
     ) -> ChunkBuckets:
-        mesh, is_pipeline = layout.mesh, layout.mesh.pp > 1
-        defers = SCHEDULES[layout.schedule].has_weight_gradients
-        sequence = layout.sequence_parallel
-        key = mesh.tp, mesh.ep, mesh.etp, is_pipeline, defers, sequence, chunk, is_first, is_last
-        if key not in self._buckets:
-            self._buckets[key] = ChunkBuckets.of(
-                self.config_of(layout),
-                chunk,
-                is_first=is_first,
-                is_last=is_last,
-                vocab_size=self.vocab_size,
-                adds_at_once=adds_at_once,
-            )
-        return self._buckets[key]
+        config, ends = self.config_of(layout), {"is_first": is_first, "is_last": is_last}
+        return ChunkBuckets.of(config, chunk, **ends, vocab_size=self.vocab_size, adds_at_once=adds_at_once)
 
     def most_activations(self, layout: Candidate, stage: StageKinds, plan: StagePlan) -> tuple[int, int]:
         """The most bytes of activations that wait at once, with those that are computed again, and of logits."""

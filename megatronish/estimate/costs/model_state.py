@@ -15,14 +15,12 @@ from math import prod
 from typing import NamedTuple
 
 from megatronish.config.config import Config
-from megatronish.config.sections.parallel import ParallelConfig
-from megatronish.core.layout import Layout
 from megatronish.core.names import OPTIMIZER_NAMES
-from megatronish.estimate.costs.layer_kind_memory import StageKinds
+from megatronish.estimate.costs.layer_kinds import StageKinds
 from megatronish.estimate.costs.memory_table import Memory
-from megatronish.estimate.costs.parameters import Quantised, parameters_of_stage, quantised
+from megatronish.estimate.costs.parameters import Quantised, quantised
 from megatronish.estimate.costs.stage_parameters import StageParameter
-from megatronish.estimate.costs.state_traffic import DataRanks
+from megatronish.estimate.costs.state_traffic import DataRanks, data_ranks
 from megatronish.parallel.bucketing import rounded_up
 from megatronish.specs.costs import Count, sum_counts
 
@@ -41,21 +39,17 @@ class ZeroSettings(NamedTuple):
     rounds_weights: bool = False
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, layout: Layout) -> "ZeroSettings":
-        """The settings that the flags give."""
+    def of(cls, config: Config, domain: str = "dense") -> "ZeroSettings":
+        """The settings that the flags give, for the parameters of a domain."""
+        parallel = config.parallel
         return cls(
             stage=parallel.zero,
-            ranks=layout.dp * layout.cp // parallel.num_distributed_optimizer_instances if parallel.zero else 1,
+            ranks=data_ranks(config)[domain].shard,
             offloads_optimizer=parallel.optimizer_cpu_offload or parallel.param_cpu_offload,
             offloads_parameters=parallel.param_cpu_offload,
             on_disk=parallel.offload_folder is not None,
             rounds_weights=parallel.zero_quantized_weights is not None,
         )
-
-    def of_experts(self, layout: Layout, grid: int) -> "ZeroSettings":
-        """The same for experts, which a grid of ranks shares out: the rest of dp x cp x tp holds copies."""
-        copies = max(1, layout.dp * layout.cp // self.ranks)
-        return self._replace(ranks=max(1, layout.dp * layout.cp * layout.tp // grid // copies) if self.stage else 1)
 
 
 def frozen_state(count: int, zero: ZeroSettings, *, element_bytes: int) -> Memory:
@@ -102,22 +96,14 @@ class StageCounts(NamedTuple):
     def of(cls, config: Config, stage: StageKinds, *, vocab_size: int) -> "StageCounts":
         """Of a config, with a vocabulary padded for tp."""
         model, adapter, counts = config.model, config.adapter, stage.counts
-        held = parameters_of_stage(
-            model,
-            (),
-            vocab_size=model.padded_vocab_size(vocab_size, config.layout.tp),
-            seq_length=config.training.seq_length,
-            is_first=stage.is_first,
-            is_last=stage.is_last,
-        )
-        held += sum_counts(kind.parameters * number for kind, number in counts.items())
+        padded = model.padded_vocab_size(vocab_size, config.layout.tp)
+        held = stage.parameters(model, vocab_size=padded, seq_length=config.training.seq_length)
         if not adapter.is_used:
             matrices = sum_counts(kind.cost.matrices * number for kind, number in counts.items())
             return cls(held, held, matrices, Quantised(Count(), Count()))
-        learned = sum_counts(kind.adapters * number for kind, number in counts.items())
         blocks = [(quantised(model, [kind.first], adapter), number) for kind, number in counts.items()]
         parameters, stored = (sum_counts(block[part] * number for block, number in blocks) for part in range(2))
-        return cls(held, learned, Count(), Quantised(parameters, stored))
+        return cls(held, stage.adapters, Count(), Quantised(parameters, stored))
 
 
 def stage_state(config: Config, counts: StageCounts) -> Memory:
@@ -126,13 +112,13 @@ def stage_state(config: Config, counts: StageCounts) -> Memory:
     tp, experts = config.layout.tp, config.parallel.expert_layout
     grid = prod(experts)
     num_moments = OPTIMIZER_NAMES[config.optimizer.optimizer].num_moments
-    dense = ZeroSettings.of(config.parallel, config.layout)
     frozen = counts.held + counts.blocks.parameters * -1 if config.adapter.is_used else Count()
     state = Memory(0, 0, 0)
-    for zero, is_experts in ((dense, False), (dense.of_experts(config.layout, grid), True)):
+    for domain in data_ranks(config):
+        zero = ZeroSettings.of(config, domain)
 
-        def on_rank(count: Count, is_experts: bool = is_experts) -> int:
-            return count.of_experts(grid, experts.etp) if is_experts else count.without_experts.per_rank(tp)
+        def on_rank(count: Count, domain: str = domain) -> int:
+            return count.of_experts(grid, experts.etp) if domain == "experts" else count.without_experts.per_rank(tp)
 
         learned = on_rank(counts.learned)
         moments = num_moments(count=learned, in_matrices=on_rank(counts.in_matrices))

@@ -65,7 +65,7 @@ def _by_domain(config: Config, load: StageLoad, stage: int, vocab_size: int) -> 
     """Bytes of a rank of this stage: those of the experts' state, and all others."""
     sent = {"dense": Counter(expected_traffic(config, load, stage, vocab_size=vocab_size))}
     if config.model.num_experts is not None:
-        state = StateTraffic(config, load, stage, vocab_size, only="experts")
+        state = StateTraffic(config, vocab_size, load, stage, only="experts")
         state.state()
         sent["experts"] = state.sent
         sent["dense"].subtract(state.sent)

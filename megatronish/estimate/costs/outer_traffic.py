@@ -23,7 +23,7 @@ def outer_traffic(
     sent = Counter[TrafficKey]()
     if islands == 1:
         return sent
-    state = StateTraffic(config, load, stage, vocab_size, shard_ranks=shard_ranks or {})
+    state = StateTraffic(config, vocab_size, load, stage, shard_ranks=shard_ranks or {})
     for domain in state.data_ranks:
         sizes = _kept(state, domain)
         tied = [each.name for each in state.parameters if each.tied]
@@ -57,7 +57,7 @@ def _kept(state: StateTraffic, domain: str) -> dict[str, int]:
         whole = {each.name: each.size for each in state.parameters}
         for bucket in state.buckets():
             share = bucket.size // state.data_ranks[domain].shard
-            begins = offsets([whole[name] for name in bucket.names], 16 // state.width)
+            begins = offsets([whole[name] for name in bucket.names], 16 // state.element)
             for name, begin in zip(bucket.names, begins, strict=False) if bucket.domain == domain else ():
                 low, high = max(begin, place * share), min(begin + whole[name], (place + 1) * share)
                 sizes[name] = max(0, high - low)

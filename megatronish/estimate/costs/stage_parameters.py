@@ -59,11 +59,6 @@ class StageParameter(NamedTuple):
         return not self.is_vector and self.tied != "stages"
 
 
-def stage_parameters(config: Config, load: StageLoad, *, vocab_size: int) -> list[StageParameter]:
-    """All parameters of a stage, in the order of the model."""
-    return list(StageParameters(config, load, vocab_size).all())
-
-
 class StageParameters(NamedTuple):
     """Parameters of a stage, whose layers `load` has."""
 
@@ -80,13 +75,6 @@ class StageParameters(NamedTuple):
         for chunk, layers in enumerate(self.load.layers):
             for number in layers:
                 yield from self.layer(f"layers.{number}", costs[specs[number]], chunk)
-        if self.load.is_last:
-            yield from self.head()
-
-    def ends(self) -> Iterator[StageParameter]:
-        """Parameters of a stage outside of its layers: what every stage has, its embedding and its head."""
-        yield from self.shared()
-        yield from self.embedding()
         if self.load.is_last:
             yield from self.head()
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.estimate.costs.candidate import MeshSizes, candidate_of
-from megatronish.estimate.costs.layer_kind_memory import LayerKind
-from megatronish.estimate.costs.stage_parameters import Source, StageParameter, stage_parameters
+from megatronish.estimate.costs.layer_kinds import LayerKind
+from megatronish.estimate.costs.stage_parameters import Source, StageParameter, StageParameters
 from megatronish.estimate.costs.step_traffic import SCALAR, StepTraffic
 from megatronish.parallel.bucketing import (
     CODE_BLOCK,
@@ -130,7 +130,7 @@ class StateTraffic(StepTraffic):
     @cached_property
     def parameters(self) -> list[StageParameter]:
         """All parameters of the stage."""
-        parameters = stage_parameters(self.config, self.load, vocab_size=self.vocab_size)
+        parameters = StageParameters(self.config, self.load, self.vocab_size).all()
         return [parameter for parameter in parameters if self.only in (None, parameter.domain)]
 
     @cached_property
@@ -191,7 +191,7 @@ class StateTraffic(StepTraffic):
         for group in alike.values():
             sizes, first = [parameter.size for parameter in group], group[0]
             coded, block = self.is_coded(first), self.weight_block(first)
-            alignment = lcm(16 // self.width, CODE_BLOCK if coded else 1, block or 1)
+            alignment = lcm(16 // self.element, CODE_BLOCK if coded else 1, block or 1)
             for part in cut_into_buckets(sizes, self.config.parallel.ddp_bucket_size):
                 ranks = self.data_ranks[first.domain].shard if padded else 1
                 size = padded_size([sizes[number] for number in part], alignment=alignment, ranks=ranks)
@@ -216,7 +216,7 @@ class StateTraffic(StepTraffic):
 
     def bytes_of(self, size: int, block: int | None) -> int:
         """Bytes of so many elements of parameters on their way, as codes in such blocks or in the run's precision."""
-        return self.width * size if block is None else size // block * bytes_of_block(WEIGHT_CODES, block)
+        return self.element * size if block is None else size // block * bytes_of_block(WEIGHT_CODES, block)
 
     def coded_bytes(self, size: int) -> int:
         """Bytes of the codes of so many elements, whole blocks, and of their scales."""
@@ -229,7 +229,7 @@ class StateTraffic(StepTraffic):
             "stages": ("pp",),
         }
         tied = holders[parameter.tied] if parameter.tied is not None and self.config.layout.pp > 1 else ()
-        return (*(axis for axis in parameter.partial if self.sizes[axis] > 1), *tied)
+        return (*(axis for axis in parameter.partial if self.ranks[axis] > 1), *tied)
 
     def _rows(self) -> None:
         """ZeRO-3: parameters are gathered before every forward and backward, gradients reduced after every backward."""
@@ -240,7 +240,7 @@ class StateTraffic(StepTraffic):
             # What is left of the stage around its layers is gathered for every chunk.
             gathers = 2 * times * (1 if parameter.name.startswith("layers.") else chunks)
             if secondary > 1:  # neighbours keep it from the first time on
-                self.add("secondary", "all-gather", (gathers - 1) * self.width * size)
+                self.add("secondary", "all-gather", (gathers - 1) * self.element * size)
                 gathers = 1
             if shard > 1:
                 self.add("shard", "all-gather", gathers * self.bytes_of(size, self.weight_block(parameter)))

@@ -39,7 +39,7 @@ from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.adapter_targets import all_patterns, is_target
 from megatronish.specs.attention import AttentionSpec
 from megatronish.specs.costs import LinearShape
-from megatronish.specs.layers import LayerSpec, layer_specs
+from megatronish.specs.layers import layer_specs
 
 
 @dataclass
@@ -47,12 +47,6 @@ class LayerTraffic(StepTraffic):
     """Traffic of forwards and backwards; `learns_before` says of the layer at work whether something before it does."""
 
     learns_before: bool = True
-
-    @cached_property
-    def specs(self) -> list[LayerSpec]:
-        """Layers of the stage."""
-        specs = layer_specs(self.config.model)
-        return [specs[layer] for layer in self.load.all_layers]
 
     @cached_property
     def recomputed(self) -> frozenset[RecomputeModule]:
@@ -64,51 +58,42 @@ class LayerTraffic(StepTraffic):
         """Linear layers that ranks of a ring apply to what they receive."""
         return frozenset({"attention.kv_up"} if self.config.sends_latents else ())
 
-    def forwards(self, spec_index: int) -> int:
-        """How often a layer of the stage runs forward for one micro-batch."""
-        recompute, place = self.config.recompute, spec_index
-        if recompute.recompute_granularity != "full":
-            return 1
-        if recompute.recompute_method == "uniform":
-            return 2
-        if self.load.all_layers[place] >= self.config.model.num_layers:
-            return 1
-        for layers in self.load.layers:
-            if place < len(layers):
-                return 2 if place < recompute.recompute_num_layers else 1
-            place -= len(layers)
-        raise AssertionError("the layer is in no chunk")
+    @cached_property
+    def groups(self) -> list[tuple[Sequence[int], bool]]:
+        """Layers of the stage in groups that are computed again together, or not at all."""
+        recompute, number = self.config.recompute, self.config.model.num_layers
+        chunks = (
+            ([n for n in layers if n < number], [n for n in layers if n >= number]) for layers in self.load.layers
+        )
+        return [group for own, ahead in chunks for group in recompute.groups(own, ahead)]
 
     def layers(self) -> None:
         """Tensor, context and expert parallelism inside of layers."""
         self.learns_before = not (self.freezes and self.load.is_first)
-        for index, (layer, spec) in enumerate(zip(self.load.all_layers, self.specs, strict=True)):
-            forwards, name = self.forwards(index), f"layers.{layer}"
+        specs = layer_specs(self.config.model)
+        for layer, again in ((layer, again) for layers, again in self.groups for layer in layers):
+            spec, forwards, name = specs[layer], 1 + again, f"layers.{layer}"
             # What is computed again begins with a copy of its input that has a gradient.
             self.learns_before |= forwards > 1
             for attention in spec.attentions:
                 self._attention(name, attention, forwards)
             linears = spec.cost(self.config.model).linears
-            again = {linear.name for linear in linears if spec.computes_again(linear.name, self.recomputed)}
-            again -= self.of_ring
+            parts = {linear.name for linear in linears if spec.computes_again(linear.name, self.recomputed)}
+            parts -= self.of_ring
             for experts in [linear for linear in linears if linear.copies > 1 and linear.cut == "column"]:
-                self._experts(experts, forwards + (experts.name in again))
+                self._experts(experts, forwards + (experts.name in parts))
             # Column-parallel products, ways down to latents before them, and the row-parallel ones behind them.
             dense = [linear for linear in linears if linear.copies == 1 and (linear.cut != "none" or linear.sections)]
             before: list[LinearShape] = []
             for linear in dense:
                 before.append(linear)
                 if linear.cut == "row":
-                    self._products(name, before[:-1], linear, forwards, again)
+                    self._products(name, before[:-1], linear, forwards, parts)
                     before = []
-        if self.config.recompute.distribute_saved_activations:
-            size, number = self.config.recompute.recompute_num_layers, self.config.model.num_layers
-            is_block = self.config.recompute.recompute_method == "block"
-            own = [sum(layer < number for layer in layers) for layers in self.load.layers]
-            groups = sum(min(size, layers) if is_block else -(-layers // size) for layers in own)
-            if not is_block:  # a layer of multi-token prediction has two inputs
-                groups += 2 * (len(self.load.all_layers) - sum(own))
-            self.add("tp", "all-gather", self.num_microbatches * groups * self.hidden)
+        if self.config.recompute.distribute_saved_activations:  # a layer of multi-token prediction has two inputs
+            own = range(self.config.model.num_layers)
+            inputs = sum(1 if layers[0] in own else 2 for layers, again in self.groups if again)
+            self.add("tp", "all-gather", self.num_microbatches * inputs * self.hidden)
 
     def _products(
         self, name: str, columns: Sequence[LinearShape], row: LinearShape, forwards: int, again: Collection[str]
@@ -122,7 +107,7 @@ class LayerTraffic(StepTraffic):
         if row.name in again and any(self._num_adapted(name, linear) for linear in (*columns, row)):
             self.learns_before = True  # a copy of the input, which has a gradient
         times, learned, gathered, gathered_again, low_again = self.num_microbatches, 0, 0, 0, 0
-        element, learns_inside, has_adapter = times * self.tokens * self.width, self.learns_before, False
+        element, learns_inside, has_adapter = times * self.tokens * self.element, self.learns_before, False
         adapted = [0, self._num_adapted(name, row)]
         for linear in columns:
             number = self._num_adapted(name, linear)
@@ -149,7 +134,7 @@ class LayerTraffic(StepTraffic):
             self.add("tp", "all-reduce", of_row * last + learned)
         self.learns_before = learns_inside or adapted[1] > 0
         if self.config.adapter.adapter_type == "lora":
-            low = times * self.tokens * self.config.adapter.lora_rank * self.width
+            low = times * self.tokens * self.config.adapter.lora_rank * self.element
             if self.cuts_sequence:
                 self.add("tp", "all-gather", low * (low_again + adapted[1]))
                 self.add("tp", "reduce-scatter", low * (adapted[0] + of_row * adapted[1]))
@@ -162,7 +147,7 @@ class LayerTraffic(StepTraffic):
             self.add("tp", collective, size)
             return
         for name in ("send", "receive"):
-            self.add("tp", name, size * (self.sizes["tp"] - 1) // self.sizes["tp"])
+            self.add("tp", name, size * (self.ranks["tp"] - 1) // self.ranks["tp"])
 
     def _num_adapted(self, name: str, linear: LinearShape) -> int:
         """Sections of a linear layer of the layer of this name that have an adapter."""
@@ -173,7 +158,7 @@ class LayerTraffic(StepTraffic):
 
     def _attention(self, name: str, attention: AttentionSpec, forwards: int) -> None:
         layout = self.config.layout
-        sizes: dict[str, int] = {"width": self.width, "tp": layout.tp, "cp": layout.cp}
+        sizes: dict[str, int] = {"width": self.element, "tp": layout.tp, "cp": layout.cp}
         exchanges = attention.exchanges(
             self.tokens,
             **sizes,
@@ -190,17 +175,17 @@ class LayerTraffic(StepTraffic):
             self.add(exchange.axis, exchange.collective, self.num_microbatches * size)
 
         if self.config.measures_logits and layout.cp > 1:  # keys of the whole sequence
-            keys = attention.heads_over(layout.tp) // layout.tp * attention.head_size * self.width
+            keys = attention.heads_over(layout.tp) // layout.tp * attention.head_size * self.element
             self.add("cp", "all-gather", self.num_microbatches * forwards * layout.cp * self.tokens * keys)
 
     def _experts(self, experts: LinearShape, forwards: int) -> None:
         """Rows to the experts and back, a count of them, and what ranks with parts of the same experts share."""
         model, layout = self.config.model, self.config.layout
-        etp, times = self.sizes["etp"], self.num_microbatches
+        etp, times = self.ranks["etp"], self.num_microbatches
         own = self.tokens // layout.tp * etp
         even, room = self.config.rows_of_experts
         rows = even // experts.copies * experts.copies if even == room else room
-        hidden = model.hidden_size * self.width
+        hidden = model.hidden_size * self.element
         if layout.tp > 1 and not self.cuts_sequence:  # each rank of tp takes a part of the tokens
             self.add("tp", "all-gather", times * (forwards + 1) * self.hidden)
         self.add("ep", "all-to-all", times * (2 * (forwards + 1) * rows * hidden + experts.copies * SCALAR))
@@ -253,12 +238,12 @@ def expected_traffic(
 
     `shard_ranks` are its places among the ranks that shard each domain; by default it is the first.
     """
-    layers = LayerTraffic(config, load, stage, vocab_size)
+    layers = LayerTraffic(config, vocab_size, load, stage)
     layers.layers()
     layers.ends()
-    state = StateTraffic(config, load, stage, vocab_size, shard_ranks=shard_ranks or {})
+    state = StateTraffic(config, vocab_size, load, stage, shard_ranks=shard_ranks or {})
     state.state()
-    others = StepTraffic(config, load, stage, vocab_size)
+    others = StepTraffic(config, vocab_size, load, stage)
     _transfers(others)
     _numbers(others)
     sent = layers.sent + state.sent + others.sent

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.estimate.costs.candidate import candidate_of
-from megatronish.estimate.costs.layer_kind_memory import ChunkKinds, LayerKind, LayerMemory, StageKinds
+from megatronish.estimate.costs.layer_kind_memory import LayerMemory
+from megatronish.estimate.costs.layer_kinds import ChunkKinds, LayerKind, StageKinds
 from megatronish.estimate.costs.model_state import Rows
 from megatronish.estimate.costs.stage_parameters import StageParameter
 from megatronish.estimate.costs.state_traffic import (
@@ -142,7 +143,7 @@ class ChunkBuckets(NamedTuple):
         """
         plan = StagePlan(config.parallel.schedule, 1, 1, 1, 0)
         load = StageLoad((chunk.layers,), is_first=is_first, is_last=is_last, plan=plan)
-        traffic = StateTraffic(config, load, 0, vocab_size)
+        traffic = StateTraffic(config, vocab_size, load, 0)
         buckets = list(traffic.buckets(padded=False))
         buffers = Zero2Buffers(
             traffic.parameters,
@@ -244,7 +245,7 @@ class StageTransients:
         self.rest = sizes.table * tables + positions * model.hidden_size
         """Elements of embedding and head."""
         self.learned_rest = 0 if sizes.freezes else self.rest
-        output = (0 if sizes.defers else sizes.table * self.gradient) + sizes.hidden
+        output = float(sizes.hidden) + (0 if sizes.defers else sizes.table * self.gradient)
         output += sizes.hidden + sizes.residual if sizes.cuts_sequence else 0.0
         self.output = max(output - sizes.uncapped, sizes.uncapped, sizes.exponentials)
         """Gradients of the output layer's weight and input, or before them what the gradient of the logits needs.

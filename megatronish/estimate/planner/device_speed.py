@@ -166,6 +166,11 @@ def reservations(config: Config) -> list[str]:
             "offloading: transfers over PCIe and the update by the CPU are not modelled, so every step is longer than "
             f"printed{disk}"
         )
+    if config.parallel.num_copies > 1 or config.parallel.zero_hpz_partition_size is not None:
+        sentences.append(
+            "copies: what ZeRO shards is counted as if all data ranks shared it, so where copies keep it in a node, "
+            "steps over slow links are shorter than printed"
+        )
     if config.parallel.outer_optimizer is not None:
         sentences.append(
             "islands: gradients are counted as if all data ranks summed them in every step, and outer steps are left "

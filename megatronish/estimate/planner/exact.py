@@ -10,7 +10,7 @@ from megatronish.estimate.planner.layer_time import Passes
 from megatronish.estimate.planner.pipeline_time import PipelineSeconds, makespan
 from megatronish.estimate.planner.search import Search
 from megatronish.estimate.planner.step_time import StepClock, StepSeconds
-from megatronish.estimate.planner.workload import StageLayers, counted
+from megatronish.estimate.planner.workload import StageLayers
 from megatronish.parallel.schedules.plan import Action, StageChunk
 from megatronish.parallel.stages import Stages, stage_loads
 from megatronish.specs.costs import DeviceType
@@ -69,9 +69,9 @@ def fullest_stage(config: Config, vocab_size: int, device: DeviceType = "cuda", 
     """Expected memory of the stage that needs most: on a GPU at its peak, with fused operators or without."""
     model, candidate = MemoryModel.alone(config, vocab_size, device, kernels=kernels), candidate_of(config)
     loads = stage_loads(config, vocab_size)
-    expected = [model.peak(candidate, model.stage(load), load.plan) for load in loads]
+    expected = model.of_stages(candidate, loads)
     number = max(range(len(expected)), key=lambda stage: expected[stage].total)
-    of_one = model.of_one_micro_batch(candidate, model.stage(loads[number]))
+    of_one = model.of_one_micro_batch(candidate, model.layers.stage(loads[number]))
     return StageMemory(number, expected[number], max(0, expected[number].activations - of_one))
 
 
@@ -89,7 +89,10 @@ def _simulated(clock: StepClock, candidate: Candidate, config: Config, closed: P
     stages = Stages.of(config.parallel, work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
     times: dict[StageChunk, Passes] = {}
     for place in stages.placement:
-        counts, ends = counted(work, stages.layers_at(place)), (stages.is_first(place), stages.is_last(place))
+        counts, ends = (
+            work.layers.chunk(stages.layers_at(place)).counts,
+            (stages.is_first(place), stages.is_last(place)),
+        )
         times[place] = clock.passes_of(candidate, counts, is_first=ends[0], is_last=ends[1])
     splits = stages.schedule.has_weight_gradients
 

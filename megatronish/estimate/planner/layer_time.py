@@ -10,13 +10,11 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
-from megatronish.config.config import rows_of_experts
-from megatronish.core.layout import RowRoom, ranks_of_a_token
+from megatronish.core.layout import ranks_of_a_token
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes
-from megatronish.estimate.costs.layer_kind_memory import LayerKind
+from megatronish.estimate.costs.layer_kinds import LayerKind
 from megatronish.estimate.planner.device_speed import Efficiencies, Links, Machine, gradient_seconds, product_seconds
 from megatronish.estimate.planner.workload import Workload
-from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.specs.attention import RingBytes, traded_heads
 from megatronish.specs.costs import AttentionCore, LayerCost, LinearShape
 from megatronish.specs.ends import ends_of
@@ -198,8 +196,8 @@ class LayerClock:
 
     def passes(self, kind: LayerKind, candidate: Candidate) -> Passes:
         """Times of one layer for a micro-batch."""
-        row, mesh, tokens = kind.cost, candidate.mesh, self.tokens(candidate)
-        sends_latents = self._sends_latents(candidate)
+        row, mesh, at = kind.cost, candidate.mesh, self.work.sizes(candidate)
+        tokens, sends_latents = at.tokens, at.config.sends_latents
         products, of_experts = [0.0, 0.0, 0.0], 0.0
         for linear in row.linears:
             seconds = self._linear(linear, candidate)
@@ -226,11 +224,11 @@ class LayerClock:
             sum(part[1] for part in ring),
             exchanged,
         )
-        for measured in row.cores if self.work.measures_logits else ():
+        for measured in row.cores if at.config.measures_logits else ():
             forward = forward.plus(self._largest_logits(measured, candidate))
         weight = Parts(products[2])
         launches = LAUNCHES["experts" if has_experts else "dense"]
-        if has_experts and mesh.ep > 1 and self.work.row_room != RowRoom():
+        if has_experts and mesh.ep > 1 and at.config.parallel.has_rooms:
             launches += LAUNCHES["rooms"]
         if self.work.adapter.is_used:
             more = self.adapters.of_layer(kind, mesh, tokens, shares_sequence=candidate.sequence_parallel)
@@ -261,16 +259,9 @@ class LayerClock:
             return host
         return device * ((1 + (host / device) ** self.efficiencies.queue) ** (1 / self.efficiencies.queue) - 1)
 
-    def _sends_latents(self, candidate: Candidate) -> bool:
-        """Whether latents go round the ring, as `Config.sends_latents` says it of a run."""
-        mesh, work = candidate.mesh, self.work
-        goes_round = mesh.cp > 1 and work.ring and work.model.has_small_latents(mesh.tp)
-        has_others = work.adapter.is_used or work.measures_logits
-        return goes_round and not has_others and not SCHEDULES[candidate.schedule].has_weight_gradients
-
     def _again(self, kind: LayerKind, candidate: Candidate, forward: Parts, core: Parts) -> Parts:
         """What selective recomputation adds to a backward: the parts of a layer that --recompute-modules names."""
-        parts, linears = self.work.recomputed, kind.cost.linears
+        parts, linears = self.work.config.recompute.named_modules, kind.cost.linears
         again = [linear for linear in linears if kind.spec.computes_again(linear.name, parts)]
         seconds = sum(self._linear(linear, candidate)[0] for linear in again)
         rows = sum(linear.cut == "row" and linear.copies == 1 for linear in linears)
@@ -285,13 +276,9 @@ class LayerClock:
             )
         )
 
-    def tokens(self, candidate: Candidate) -> int:
-        """Tokens of a micro-batch on a rank, before sequence parallelism cuts them."""
-        return candidate.micro_batch * self.work.seq_length // candidate.mesh.cp
-
     def head(self, candidate: Candidate) -> Passes:
         """Output layer with its loss, and the dense layers at the end of the model."""
-        mesh, tokens, hidden = candidate.mesh, self.tokens(candidate), self.work.model.hidden_size
+        mesh, tokens, hidden = candidate.mesh, self.work.sizes(candidate).tokens, self.work.model.hidden_size
         columns = self.work.model.padded_vocab_size(self.work.vocab_size, mesh.tp) // mesh.tp
         logits = tokens * columns / self.machine.hbm
         gather = self.links.gather(mesh.tp, 1, self.work.element_bytes * tokens * hidden) if mesh.tp > 1 else 0.0
@@ -332,7 +319,7 @@ class LayerClock:
 
     def embedding(self, candidate: Candidate) -> Passes:
         """Lookup of tokens: a copy forward, sums of rows backward, and the reduction over tp."""
-        mesh, tokens = candidate.mesh, self.tokens(candidate)
+        mesh, tokens = candidate.mesh, self.work.sizes(candidate).tokens
         nbytes = self.work.element_bytes * tokens * self.work.model.hidden_size
         moved = 3 * nbytes / self.machine.hbm
         reduced = (1 if candidate.sequence_parallel else 2) * self.links.gather(mesh.tp, 1, nbytes)
@@ -341,7 +328,7 @@ class LayerClock:
 
     def _linear(self, linear: LinearShape, candidate: Candidate) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient of one linear layer."""
-        mesh, tokens = candidate.mesh, self.tokens(candidate)
+        mesh, tokens = candidate.mesh, self.work.sizes(candidate).tokens
         rows, inner, columns, groups = on_rank(linear, linear.out_features, mesh, tokens)
         if linear.copies > 1:
             rows = -(-rows // 8) * 8  # grouped products round up
@@ -378,7 +365,7 @@ class LayerClock:
 
         A product block by block, of what a mask shows, whose scores are written and read once.
         """
-        mesh, tokens, width = candidate.mesh, self.tokens(candidate), self.work.element_bytes
+        mesh, tokens, width = candidate.mesh, self.work.sizes(candidate).tokens, self.work.element_bytes
         pairs = tokens * core.num_heads / mesh.tp * core.keys(self.work.seq_length, "causal")
         rate = self.machine.flops / self.efficiencies.gemm * self.efficiencies.bmm
         seconds = 2 * pairs * core.query_size / rate + 2 * width * pairs / self.machine.hbm
@@ -393,7 +380,7 @@ class LayerClock:
         whole = sum(4 * norm.size * norm.vectors for norm in row.norms if not norm.is_split)
         split = sum(4 * norm.size * norm.vectors for norm in row.norms if norm.is_split)
         residuals = sum(norm.size == hidden for norm in row.norms if not norm.is_split)
-        whole += residuals * hidden * (7 if work.has_dropout else 4)
+        whole += residuals * hidden * (7 if work.model.hidden_dropout > 0 else 4)
         for linear in row.linears:
             width = linear.out_features if linear.cut == "column" else linear.in_features
             if linear.cut != "none":
@@ -403,7 +390,7 @@ class LayerClock:
         for core in row.cores:
             split += 4 * (core.queries_size + core.keys_values_size(tp)) + 2 * core.queries_size
         nbytes = tokens * (whole / shared + split / tp) * work.element_bytes / 2
-        return nbytes * (self.efficiencies.fused if work.fused else 1.0) / self.machine.hbm
+        return nbytes * (self.efficiencies.fused if work.config.training.compile else 1.0) / self.machine.hbm
 
     def _tensor(self, row: LayerCost, candidate: Candidate, *, is_backward: bool) -> float:
         """Collectives over tp: of the inputs of column-parallel products, and of the outputs of row-parallel ones.
@@ -431,7 +418,7 @@ class LayerClock:
             widths = [*inputs, *outputs, *(kept if is_backward else ())]
         else:
             widths = 2 * (inputs if is_backward else outputs)
-        of_token = self.work.element_bytes * self.tokens(candidate)
+        of_token = self.work.element_bytes * self.work.sizes(candidate).tokens
         return sum(self.links.gather(tp, 1, of_token * width) for width in widths)
 
     def _shared_heads(self, core: AttentionCore, mesh: MeshSizes, tokens: int) -> float:
@@ -451,7 +438,7 @@ class LayerClock:
         if cp == 1:
             return 0.0, 0.0, 0.0
         keys_values = core.keys_values_size(tp)
-        if not self.work.ring:
+        if self.work.config.parallel.cp_comm_type != "p2p":
             heads = traded_heads(core.num_heads, keys_values // (2 * core.query_size), tp=tp, cp=cp)
             exchange = self.links.all_to_all(cp, tp, width * tokens * heads * core.query_size / tp)
             return exchange, exchange, 0.0
@@ -468,11 +455,8 @@ class LayerClock:
         mesh, work = candidate.mesh, self.work
         if all(linear.copies == 1 for linear in row.linears):
             return 0.0
-        tokens = self.tokens(candidate) // mesh.tp * mesh.etp
-        _even, sent = rows_of_experts(
-            work.model, work.row_room, tokens, mesh.ep, candidate.micro_batch, work.seq_length
-        )
-        rows = float(sent)
+        at = work.sizes(candidate)
+        tokens, rows = at.tokens // mesh.tp * mesh.etp, float(at.config.rows_of_experts[1])
         if work.by_deep_ep:
             num_experts = max(linear.copies for linear in row.linears)
             rows = tokens * ranks_of_a_token(num_chosen=work.model.moe_router_topk, num_experts=num_experts, ep=mesh.ep)

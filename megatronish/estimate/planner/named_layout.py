@@ -1,9 +1,10 @@
 """Layouts that a user writes: `tp=8,pp=8,micro=2,zero=1,schedule=1f1b,recompute=full,sp`."""
 
 import difflib
+from typing import get_args
 
 from megatronish.core.errors import UserError
-from megatronish.estimate.costs.candidate import Candidate, MeshSizes
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute
 from megatronish.parallel.schedules.table import SCHEDULES
 
 NUMBERS = ("tp", "pp", "cp", "ep", "etp", "micro", "chunks", "zero")
@@ -11,7 +12,7 @@ MOST_DIGITS = 9
 CHOICES = {
     "zero": ("0", "1", "2", "3"),
     "schedule": tuple(SCHEDULES),
-    "recompute": ("none", "selective", "full"),
+    "recompute": get_args(Recompute),
     "sp": ("true", "false", "1", "0"),
 }
 EXAMPLE = "tp=8,pp=8,micro=2,zero=1,schedule=1f1b,recompute=full,sp"

@@ -8,12 +8,13 @@ has to be asked for, and a result is one layout for each mesh and not one winner
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from megatronish.config.check import problems
 from megatronish.config.config import Config
-from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of
-from megatronish.estimate.costs.layer_kind_memory import StageKinds
+from megatronish.core.remembered import remembered
+from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of, least_zero
+from megatronish.estimate.costs.layer_kinds import StageKinds
 from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.planner.device_speed import Efficiencies, KnownError, known_error, unconfirmed
 from megatronish.estimate.planner.devices import Device
@@ -28,7 +29,7 @@ MOST_SAMPLES = 16  # of a micro-batch
 MOST_NODES_OF_TP = 2  # tensor parallelism over more nodes than this is never fast
 FEWEST_TOKENS = 512  # of a sequence on a rank of cp
 MOST_CHUNKS = 16
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class Found(NamedTuple):
@@ -60,9 +61,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.work, self.device, self.efficiencies)
-        self.memory = MemoryModel(self.config, self.work.vocab_size, partial(config_of, self.config))
-        self._stages: dict[tuple[int, str, int], StageLayers] = {}
-        self._kinds: dict[StageLayers, list[tuple[StagePlan, StageKinds]]] = {}
+        settings = self.config, self.work.vocab_size, self.work.layers
+        self.memory = MemoryModel(*settings, partial(config_of, self.config))
 
     @property
     def error(self) -> KnownError:
@@ -116,11 +116,8 @@ class Search:
 
     def _plans(self, candidate: Candidate) -> list[tuple[StagePlan, StageKinds]]:
         """Plans and layers of the stages that may need most."""
-        stages, m = self.stages(candidate), candidate.num_microbatches(self.work.global_batch)
-        if stages not in self._kinds:
-            loads = [stages.loads[stage] for stage in stages.ends]
-            self._kinds[stages] = [(load.plan, self.memory.stage(load)) for load in loads]
-        return [(plan._replace(num_microbatches=m), kinds) for plan, kinds in self._kinds[stages]]
+        m = candidate.num_microbatches(self.work.global_batch)
+        return [(plan._replace(num_microbatches=m), kinds) for plan, kinds in self.stages(candidate).fullest]
 
     def bytes_by_zero(self, candidate: Candidate, zeros: Sequence[int]) -> list[int]:
         """Bytes on a device of the stage that needs most, for each of several stages of ZeRO."""
@@ -132,12 +129,12 @@ class Search:
 
     def stages(self, candidate: Candidate) -> StageLayers:
         """Layers of the stages in this layout."""
-        key = (candidate.mesh.pp, candidate.schedule, candidate.chunks)
-        if key not in self._stages:
-            mesh = MeshSizes(pp=candidate.mesh.pp)
-            alone = Candidate(mesh, schedule=candidate.schedule, chunks=candidate.chunks)
-            self._stages[key] = StageLayers.of(self.work, config_of(self.config, alone).parallel)
-        return self._stages[key]
+        return self._stages(candidate.mesh.pp, candidate.schedule, candidate.chunks)
+
+    @remembered
+    def _stages(self, pp: int, schedule: str, chunks: int) -> StageLayers:
+        alone = Candidate(MeshSizes(pp=pp), schedule=schedule, chunks=chunks)
+        return StageLayers.of(self.work, config_of(self.config, alone).parallel)
 
     def meshes(self) -> Iterator[MeshSizes]:
         """All meshes that the rules allow."""
@@ -152,7 +149,7 @@ class Search:
                     if pp > self.work.model.num_layers or self.work.global_batch % dense.dp:
                         continue
                     for mesh in self._grids(dense):
-                        if self.is_legal(Candidate(mesh, zero=self._least_zero)):
+                        if self._sequence_cuts(mesh):
                             yield mesh
 
     def _grids(self, dense: MeshSizes) -> Iterator[MeshSizes]:
@@ -171,14 +168,18 @@ class Search:
         """Whether the project's own rules accept the layout."""
         return not problems(config_of(self.config, candidate))
 
+    @remembered
+    def _sequence_cuts(self, mesh: MeshSizes) -> list[bool]:
+        """What ranks of tp may do with the sequence, leave it whole or cut it, or neither, by the rules."""
+        choices = (False, True) if mesh.tp > 1 else (False,)
+        zero = self._least_zero
+        return [cuts for cuts in choices if self.is_legal(Candidate(mesh, zero=zero, sequence_parallel=cuts))]
+
     def families(self, mesh: MeshSizes) -> Iterator[tuple[Candidate, list[int]]]:
         """All layouts of a mesh: each that differs in more than ZeRO, with the stages of ZeRO that it may have."""
-        shared = [False]
-        if mesh.tp > 1 and self.is_legal(Candidate(mesh, zero=self._least_zero, sequence_parallel=True)):
-            shared.append(True)
         for micro, zeros in self._sizes_of_steps(mesh):
             for recompute in RECOMPUTE:
-                for sequence_parallel in shared:
+                for sequence_parallel in self._sequence_cuts(mesh):
                     plain = Candidate(mesh, micro, "1f1b", 1, 0, recompute, sequence_parallel)
                     for schedule, chunks in self._schedules(plain):
                         if not zeros[schedule]:  # offloading needs more of ZeRO than the schedule allows
@@ -194,7 +195,8 @@ class Search:
         for micro in range(1, MOST_SAMPLES + 1):
             if self.work.global_batch // mesh.dp % micro:
                 continue
-            legal = [zero for zero in range(4) if not has_rules or self.is_legal(Candidate(mesh, micro, zero=zero))]
+            alike = Candidate(mesh, micro, sequence_parallel=self._sequence_cuts(mesh)[-1])
+            legal = [zero for zero in range(4) if not has_rules or self.is_legal(alike._replace(zero=zero))]
             yield micro, {name: [zero for zero in zeros if zero in legal] for name, zeros in by_schedule.items()}
 
     def _schedules(self, candidate: Candidate) -> Iterator[tuple[str, int]]:
@@ -236,8 +238,7 @@ class Search:
 
     @cached_property
     def _least_zero(self) -> int:
-        parallel = self.config.parallel
-        return 3 if parallel.param_cpu_offload else 1 if parallel.optimizer_cpu_offload else 0
+        return least_zero(self.config)
 
 
 def divisors(number: int) -> list[int]:

@@ -4,20 +4,22 @@ Two ends: the better one hides as much of each transfer as overlapping computati
 plan is ranked by the worse end; what is expected is the middle.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import log2, prod
+from operator import truediv
 from typing import NamedTuple
 
 from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes
+from megatronish.estimate.costs.layer_kinds import LayerKind
 from megatronish.estimate.costs.parameters import quantised
 from megatronish.estimate.costs.state_traffic import DataRanks, matrix_groups, matrix_rounds, owners
 from megatronish.estimate.planner.device_speed import Efficiencies, Links, Machine, product_seconds
 from megatronish.estimate.planner.devices import Device
 from megatronish.estimate.planner.layer_time import NOTHING, Brief, LayerClock, Passes
 from megatronish.estimate.planner.pipeline_time import PipelineSeconds, StageTimes, pipeline_seconds
-from megatronish.estimate.planner.workload import StageLayers, Workload
+from megatronish.estimate.planner.workload import OPTIMIZER_BYTES, StageLayers, Workload
 from megatronish.parallel.bucketing import CODE_BLOCK, bytes_of_block
 from megatronish.parallel.schedules.table import SCHEDULES
 
@@ -123,36 +125,41 @@ class StepClock:
         mesh = candidate.mesh
         if mesh.pp == 1:
             return 0.0
-        nbytes = self.work.element_bytes * self.layers.tokens(candidate) * self.work.model.hidden_size
+        nbytes = self.work.sizes(self._layer(candidate)).hidden
         joined = 0.0 if candidate.sequence_parallel else self.links.gather(mesh.tp, 1, nbytes)
         return self.links.send(mesh.tp * mesh.cp * mesh.dp, mesh.pp, nbytes / mesh.tp) + joined
 
-    def of_kinds(self, candidate: Candidate) -> tuple[tuple[Passes, ...], Passes, Passes]:
+    def of_kinds(self, candidate: Candidate) -> tuple[dict[LayerKind, Passes], Passes, Passes]:
         """Times of each kind of layer, of the embedding and of the head; the same in many layouts."""
-        return self._of_kinds(_alone(candidate, self._keeps_schedule))
+        return self._of_kinds(self._layer(candidate))
 
     @remembered
-    def _of_kinds(self, alone: Candidate) -> tuple[tuple[Passes, ...], Passes, Passes]:
-        kinds = tuple(self.layers.passes(kind, alone) for kind in self.work.kinds)
-        return kinds, self.layers.embedding(alone), self.layers.head(alone)
+    def _layer(self, candidate: Candidate) -> Candidate:
+        """What of a layout decides the times of a layer."""
+        return candidate.of_a_layer(candidate.schedule) if self._keeps_schedule else candidate.of_a_layer()
+
+    @remembered
+    def _of_kinds(self, layer: Candidate) -> tuple[dict[LayerKind, Passes], Passes, Passes]:
+        passes = {kind: self.layers.passes(kind, layer) for kind in self.work.kinds}
+        return passes, self.layers.embedding(layer), self.layers.head(layer)
 
     def stage_times(self, candidate: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
         """Times of a micro-batch on the stages, and those of the slowest one."""
-        return self._stage_times(_alone(candidate, self._keeps_schedule), stages)
+        return self._stage_times(self._layer(candidate), stages)
 
     @remembered
-    def _briefs(self, alone: Candidate) -> tuple[tuple[Brief, ...], Brief, Brief]:
-        kinds, first, last = self._of_kinds(alone)
-        return tuple(map(Brief.of, kinds)), Brief.of(first), Brief.of(last)
+    def _briefs(self, layer: Candidate) -> tuple[dict[LayerKind, Brief], Brief, Brief]:
+        kinds, first, last = self._of_kinds(layer)
+        return {kind: Brief.of(passes) for kind, passes in kinds.items()}, Brief.of(first), Brief.of(last)
 
     @remembered
-    def _stage_times(self, alone: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
-        of_kinds, embedding, head = self._briefs(alone)
+    def _stage_times(self, layer: Candidate, stages: StageLayers) -> tuple[StageTimes, Brief]:
+        of_kinds, embedding, head = self._briefs(layer)
         slowest, most, together, sums, p = Brief(*NO_SECONDS), -1.0, 0.0, [0.0, 0.0, 0.0], 0
-        for counts, is_first, is_last, number in stages.shapes:
+        for stage, number in stages.numbers.items():
             numbers = [*NO_SECONDS]
-            of_stage = [*zip(of_kinds, counts, strict=True), (embedding, is_first), (head, is_last)]
-            for brief, times in of_stage:
+            of_stage = [(of_kinds[kind], times) for kind, times in stage.counts.items()]
+            for brief, times in (*of_stage, (embedding, stage.is_first), (head, stage.is_last)):
                 if times:
                     numbers = [value + times * more for value, more in zip(numbers, brief, strict=True)]
             seconds = numbers[0] + numbers[1] + numbers[2]
@@ -164,11 +171,14 @@ class StepClock:
                 slowest, most = Brief(*numbers), seconds
         return StageTimes(most, together, *(each / p for each in sums)), slowest
 
-    def passes_of(self, candidate: Candidate, counts: Sequence[int], *, is_first: bool, is_last: bool) -> Passes:
+    def passes_of(
+        self, candidate: Candidate, counts: Mapping[LayerKind, int], *, is_first: bool, is_last: bool
+    ) -> Passes:
         """Times of a micro-batch on so many layers of each kind, with embedding and head where they are."""
         kinds, embedding, head = self.of_kinds(candidate)
         passes = NOTHING
-        for part, number in [*zip(kinds, counts, strict=True), (embedding, is_first), (head, is_last)]:
+        of_layers = [(kinds[kind], number) for kind, number in counts.items()]
+        for part, number in (*of_layers, (embedding, is_first), (head, is_last)):
             passes = passes.plus(part, number) if number else passes
         return passes
 
@@ -207,9 +217,9 @@ class StepClock:
             stages.largest_parameters(mesh.tp, mesh.ep, mesh.etp, learned=learns) for learns in (False, True)
         )
         wanted = work.gradient_bytes if zero < 3 else 4
-        sent = bytes_of_block(work.codes) / CODE_BLOCK if work.codes is not None and zero else wanted
-        ranks_of = ((mesh.cp * mesh.dp, mesh.tp), (mesh.edp, mesh.ep * mesh.etp))
-        for whole, count, (ranks, apart) in zip(all_of, learned, ranks_of, strict=True):
+        codes = work.config.parallel.zero_quantized_gradients
+        sent = bytes_of_block(codes) / CODE_BLOCK if codes is not None and zero else wanted
+        for whole, count, (ranks, apart) in zip(all_of, learned, mesh.copies.values(), strict=True):
             if whole == 0 or ranks == 1:
                 continue
             gradients = links.gather(ranks, apart, sent * count) if count else 0.0
@@ -224,11 +234,11 @@ class StepClock:
         if mesh.pp > 1 and work.model.embeds_at_end and not work.adapter.is_used:
             table = work.model.padded_vocab_size(work.vocab_size, mesh.tp) * work.model.hidden_size / mesh.tp
             once += links.all_reduce(2, mesh.tp * mesh.cp * mesh.dp, wanted * table)
-        shared = (mesh.cp * mesh.dp, mesh.edp) if zero else (1, 1)
-        on_rank = learned[0] / shared[0] + learned[1] / shared[1]
-        update = work.optimizer_bytes * on_rank / self.machine.hbm + self._muon(mesh, stages, zero)
+        shared = [ranks if zero else 1 for ranks, _ in mesh.copies.values()]
+        of_rank, on_rank = (sum(map(truediv, counts, shared)) for counts in (all_of, learned))
+        update = OPTIMIZER_BYTES * on_rank / self.machine.hbm + self._muon(mesh, stages, zero)
         update += self._disk_seconds(mesh, work.disk.step * on_rank)
-        each += self._disk_seconds(mesh, work.disk.pass_read * (all_of[0] / shared[0] + all_of[1] / shared[1]))
+        each += self._disk_seconds(mesh, work.disk.pass_read * of_rank)
         return once, each, update
 
     def _disk_seconds(self, mesh: MeshSizes, of_rank: float) -> float:
@@ -251,15 +261,17 @@ class StepClock:
         In a round each rank owns one matrix of nearly equal size, so a rank computes every num_ranks-th of the matrices
         in the order of their sizes (bucketing.py).
         """
-        work, optimizer, seconds = self.work, self.work.optimizer, 0.0
+        work, optimizer, seconds = self.work, self.work.config.optimizer, 0.0
         if optimizer.optimizer != "muon" or work.adapter.is_used:
             return 0.0
         machine = muon_machine(self.device, self.efficiencies, optimizer.muon_fp32_matmul_prec)
-        counts = stages.kinds(max(range(len(stages.counts)), key=lambda stage: sum(stages.counts[stage])))
-        data = {"dense": (mesh.dp * mesh.cp, mesh.tp), "experts": (mesh.edp, mesh.ep * mesh.etp)}
-        for domain, (ranks, apart) in data.items():  # ranks of the model lie inside
+        for domain, (ranks, apart) in mesh.copies.items():  # ranks of the model lie inside
             axes = owners(mesh, DataRanks.of(ranks, 1 if zero else ranks), domain)
-            groups, num_ranks, before = matrix_groups(counts, domain), prod(number for _, number in axes), 0
+            groups, num_ranks, before = (
+                matrix_groups(stages.longest.counts, domain),
+                prod(number for _, number in axes),
+                0,
+            )
             for rows, columns, number in groups:
                 owned = -(-(before + number) // num_ranks) + (-before // num_ranks)
                 before += number
@@ -295,18 +307,4 @@ def iteration_seconds(machine: Machine, rows: int, columns: int) -> float:
         product_seconds(machine, rows, columns, rows)
         + product_seconds(machine, rows, rows, rows)
         + product_seconds(machine, rows, rows, columns)
-    )
-
-
-def _alone(candidate: Candidate, keeps_schedule: bool) -> Candidate:
-    """What of a layout decides the times of a layer."""
-    mesh = candidate.mesh
-    return Candidate(
-        MeshSizes(mesh.tp, 1, 1, mesh.cp, mesh.ep, mesh.etp),
-        candidate.micro_batch,
-        candidate.schedule if keeps_schedule else "",
-        1,
-        0,
-        candidate.recompute,
-        candidate.sequence_parallel,
     )

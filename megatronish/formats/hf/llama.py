@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from megatronish.config.sections.model import ModelConfig
-from megatronish.formats.hf.decoder import norm_tensors
+from megatronish.formats.hf.decoder import norm_tensors, read_decoder, write_decoder
 from megatronish.formats.hf.experts import expert_tensors, gated_mlp_tensors
 from megatronish.formats.hf.family import HEAD, ConfigJson, ExpertNames, FamilyTensors, ModelFamily, first_true
-from megatronish.formats.hf.rope import read_rope, write_rope
 from megatronish.formats.tensor_rule import TensorRule, concatenated_tensors, same_tensors
 
 ROWS = "max_position_embeddings"  # the key of the longest sequence
@@ -37,28 +36,13 @@ LLAMA_DEFAULTS = {
 def read_llama(config: ConfigJson) -> dict[str, Any]:
     """Fields of ModelConfig that Llama and its descendants have in common, from their keys."""
     config.must_be("hidden_act", "silu", "swish", why="is not supported; silu is")
-    heads, hidden_size = config.whole("num_attention_heads"), config.whole("hidden_size")
-    kv_heads = config.whole("num_key_value_heads", null=heads)
     biases = {"add_attention_bias": config.flag("attention_bias"), "add_mlp_bias": config.flag("mlp_bias")}
     has_all = all(biases.values())
     return {
-        "num_layers": config.whole("num_hidden_layers"),
-        "hidden_size": hidden_size,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": config.whole("intermediate_size"),
-        "kv_channels": config.whole("head_dim", null=max(1, hidden_size // heads)),
-        "group_query_attention": kv_heads != heads,
-        "num_query_groups": kv_heads,
-        "max_position_embeddings": config.whole("max_position_embeddings"),
-        "position_embedding_type": "rope",
-        **read_rope(config),
-        "normalization": "RMSNorm",
+        **read_decoder(config),
         "norm_epsilon": config.number("rms_norm_eps"),
-        "swiglu": True,
         "disable_bias_linear": not has_all,
         **({} if has_all or not any(biases.values()) else biases),
-        "attention_dropout": config.number("attention_dropout"),
-        "hidden_dropout": 0.0,
     }
 
 
@@ -72,17 +56,9 @@ def read_descendant(config: ConfigJson) -> dict[str, Any]:
 def write_llama(model: ModelConfig, seq_length: int) -> dict[str, Any]:
     """Keys of config.json that Llama and its descendants have in common."""
     return {
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_kv_heads,
+        **write_decoder(model, seq_length),
         "head_dim": model.head_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": seq_length,
         "rms_norm_eps": model.norm_epsilon,
-        **write_rope(model),
-        "attention_dropout": model.attention_dropout,
         "attention_bias": model.attention_bias,
         "mlp_bias": model.mlp_bias,
     }

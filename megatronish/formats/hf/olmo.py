@@ -30,16 +30,21 @@ _OLMO = {key: value for key, value in LLAMA_DEFAULTS.items() if key not in ("hea
 }
 
 
-def _read_olmo(config: ConfigJson) -> dict[str, Any]:
-    if config.values["clip_qkv"] == 0:
+def _clip(config: ConfigJson) -> float | None:
+    """Bound of queries, keys and values; None without one."""
+    if config.values.get("clip_qkv") == 0:
         config.refuse("clip_qkv", "makes all queries, keys and values zero", remedy="set it to null")
+    return None if config.values.get("clip_qkv") is None else config.number("clip_qkv")
+
+
+def _read_olmo(config: ConfigJson) -> dict[str, Any]:
     return {
         **read_decoder(config),
         "normalization": "LayerNorm",
         "norm_parameters": "none",
         "norm_epsilon": 1e-5,
         "add_attention_bias": config.flag("attention_bias"),
-        "clip_qkv": None if config.values["clip_qkv"] is None else config.number("clip_qkv"),
+        "clip_qkv": _clip(config),
     }
 
 
@@ -154,14 +159,11 @@ def _read_olmoe(config: ConfigJson) -> dict[str, Any]:
     model = read_descendant(config)
     if model["kv_channels"] * model["num_attention_heads"] != model["hidden_size"]:
         config.refuse("head_dim", f"must be hidden_size={model['hidden_size']} over num_attention_heads in this family")
-    clip = config.values.get("clip_qkv")
-    if clip == 0:
-        config.refuse("clip_qkv", "makes all queries, keys and values zero", remedy="set it to null")
     return {
         **model,
         "qk_layernorm": True,
         "qk_layernorm_across_heads": True,
-        "clip_qkv": None if clip is None else config.number("clip_qkv"),
+        "clip_qkv": _clip(config),
         **read_experts(config, number="num_experts", width="intermediate_size"),
         **read_choice(config),
     }

@@ -23,8 +23,8 @@ from megatronish.parallel.bucketing import CODE_BLOCK, bytes_of_block
 from megatronish.parallel.data_parallel.coded_sums import start_coded_sum
 from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.parallel.stages import Stages
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -19,7 +19,7 @@ from sweeps import some_of
 from torch import Tensor
 
 from megatronish.engine.build import build_engine
-from megatronish.estimate.planner.disk_room import IN_MEMORY, file_system_of
+from megatronish.estimate.disk_room import IN_MEMORY, file_system_of
 from megatronish.launch.place import Place
 from megatronish.optim.masters import _Stepped
 from megatronish.parallel import disk

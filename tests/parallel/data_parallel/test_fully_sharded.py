@@ -28,8 +28,8 @@ from megatronish.model.block import TransformerBlock
 from megatronish.parallel.data_parallel import units
 from megatronish.parallel.mesh import Axis, Mesh
 from megatronish.report.statistics import num_zeros, params_norm
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 from megatronish.watch.record import RankRecord
 
 STEPS = 2

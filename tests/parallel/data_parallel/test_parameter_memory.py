@@ -16,7 +16,7 @@ from megatronish.engine.engine import Engine
 from megatronish.launch.place import Place
 from megatronish.parallel.data_parallel.zero import Zero
 from megatronish.parallel.sharding import Sharding
-from megatronish.train.run import start_mesh
+from megatronish.train.start import start_mesh
 
 SIZES = "--num-layers 6 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 8"
 LARGE = f"{SIZES} --dp 4 --zero-stage 3"

@@ -278,7 +278,7 @@ def rows_of(title: str) -> list[list[str]]:
 def sharing_of(flags: str, ranks: int) -> ZeroSettings:
     layout = f"--dp {ranks} --global-batch-size {ranks}"
     config = read_config(tiny(Path("never-written"), f"{flags} {layout}"))[0]
-    return ZeroSettings.of(config.parallel, config.layout)
+    return ZeroSettings.of(config)
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])
@@ -307,7 +307,7 @@ def test_the_table_of_a_model_of_7b_is_current() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_where_nothing_is_padded_the_formula_is_what_a_run_expects(case: str) -> None:
     config = read_config(tiny(Path("never-written"), case))[0]
-    sharing, count = ZeroSettings.of(config.parallel, config.layout), 960
+    sharing, count = ZeroSettings.of(config), 960
     held = formula(case, Shape(count, count, count // sharing.ranks, count // sharing.ranks))
     num_moments = (1 if "sgd" in case else 2) * count
     state = model_state(count, num_moments, sharing, element_bytes=4 if config.training.precision == "fp32" else 2)

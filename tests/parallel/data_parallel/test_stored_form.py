@@ -26,8 +26,8 @@ from megatronish.model.block import TransformerBlock
 from megatronish.parallel.sharding import Sharding
 from megatronish.report.statistics import params_norm
 from megatronish.train.checkpoint_state import tensors_of
-from megatronish.train.run import start_mesh
 from megatronish.train.setup import TrainingJob
+from megatronish.train.start import start_mesh
 
 STEP = 2.0**-9
 

@@ -22,7 +22,7 @@ from megatronish.model.batch import MicroBatch
 from megatronish.parallel.data_parallel.zero import Zero
 from megatronish.parallel.pipeline.cuda_graph import MicroBatchGraph, ReplayingExecutor, record_on_cuda
 from megatronish.parallel.pipeline.executor import ChunkOutput, Executor
-from megatronish.train.run import start_mesh
+from megatronish.train.start import start_mesh
 
 FOUR = f"{NO_DROPOUT} --micro-batch-size 1 --global-batch-size"
 
