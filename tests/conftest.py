@@ -1,9 +1,10 @@
 """Settings of every test: one thread a process, and a skip reason for tests that this machine cannot run."""
 
+import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ TESTS = Path(__file__).parent
 for folder in (TESTS.parent, TESTS, *sorted({path.parent for path in TESTS.rglob("*.py")})):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+OBJECTS_A_LOOK = 20_000
+"""New objects between two looks for garbage: at Python's 700 looks are about a tenth of what pytest's process takes."""
 
 SLOW = ("processes", "long")
 """Marks of tests that --fast leaves out."""
@@ -87,6 +91,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if absent:
             reason = f"needs {', '.join(absent)}, which `make test-peers` installs in an environment of its own"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No look for garbage while modules and tests are made, which all stay; nor at them later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(OBJECTS_A_LOOK)
+        gc.enable()
 
 
 def leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 """Tests of `make test-fast`: tests that start processes are detected from the names that their functions use."""
 
+import gc
 import subprocess
 import sys
 
@@ -58,3 +59,9 @@ def test_a_fast_test_that_starts_a_process_fails() -> None:
     done = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "subprocess.Popen: this test starts a process, so it needs @pytest.mark.processes" in done.stderr
+
+
+def test_garbage_is_looked_for_while_tests_run() -> None:
+    """Only while tests are collected it is not (conftest.py)."""
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0

@@ -13,8 +13,8 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.layout import ExpertLayout, Layout
-from megatronish.estimate.costs.layer_kind_memory import LayerMemory
 from megatronish.estimate.costs.layer_kinds import layer_kinds
+from megatronish.estimate.costs.layer_memory import LayerMemory
 from megatronish.estimate.costs.memory import bytes_of_uneven_load, expected_memory
 from megatronish.estimate.costs.parameters import num_active_parameters, num_parameters
 from megatronish.launch.place import Place

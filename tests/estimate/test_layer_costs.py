@@ -15,8 +15,8 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import AttentionBackend, TrainingConfig
 from megatronish.core.layout import Layout
-from megatronish.estimate.costs.layer_kind_memory import LayerMemory
 from megatronish.estimate.costs.layer_kinds import layer_kinds
+from megatronish.estimate.costs.layer_memory import LayerMemory
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.launch.place import Place
 from megatronish.layers.linear import split_backward

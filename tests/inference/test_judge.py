@@ -1,5 +1,6 @@
 """Tests of `megatronish judge` against a real HTTP server that plays the models and the judge."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -583,21 +584,24 @@ def test_a_journal_has_one_writer_and_takes_no_line_that_it_cannot_read(
 
 
 def test_a_disk_that_is_full_is_a_sentence_and_leaves_whole_lines(
-    server: ChatServerOfTests, questions: Path, capsys: pytest.CaptureFixture[str], limited: Callable[[int], None]
+    server: ChatServerOfTests, questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limited(600)
-    assert main(flags_of(server, questions)) == 1
+    with limited(600):
+        assert main(flags_of(server, questions)) == 1
     assert "answers.jsonl cannot be written: File too large; raise the limit" in capsys.readouterr().err
     assert 0 < len(lines(questions, "answers")) < 2 * NUM_TURNS
 
 
-@pytest.fixture
-def limited() -> Iterator[Callable[[int], None]]:
-    """Sets the most bytes that a file of this process may have."""
+@contextlib.contextmanager
+def limited(most: int) -> Iterator[None]:
+    """Meanwhile a file of this process has so many bytes at most; no longer, as pytest's report may go to a file."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -22,8 +22,8 @@ from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.config.sections.training import TrainingConfig
 from megatronish.core.errors import UserError
 from megatronish.engine.build import build_engine
-from megatronish.estimate.costs.layer_kind_memory import LayerMemory
 from megatronish.estimate.costs.layer_kinds import layer_kinds
+from megatronish.estimate.costs.layer_memory import LayerMemory
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.launch.place import Place
 from megatronish.layers.vocabulary import VocabParallelLogits

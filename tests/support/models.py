@@ -5,7 +5,7 @@ from dataclasses import replace
 from megatronish.config.config import Config
 from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import AttentionBackend, TrainingConfig
-from megatronish.estimate.costs.layer_kind_memory import LayerMemory
+from megatronish.estimate.costs.layer_memory import LayerMemory
 
 GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
 LLAMA3_8B = ModelConfig(

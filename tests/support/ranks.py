@@ -37,6 +37,21 @@ from megatronish.launch.place import Place
 PATIENCE_SECONDS = 240.0  # far more than any call takes: cores may be busy with other things
 LEAVE = b""  # what a worker is sent, in the place of a call, when a call is over on all of them
 CALLS_A_COLLECTION = 16  # a collection takes 4 ms, a call 100 and more
+# What each process would import by itself: a run's main rank; ranks of the theorem; who reads a config, in tyro's first
+# call; the commands, when they know what they do.
+LATE = (
+    "torch.utils.tensorboard",
+    "matplotlib.backends.backend_agg",
+    "tests.support.preloaded",
+    "tyro.constructors._struct_spec_dataclass",
+    "tyro._backends._tyro_backend",
+    "typeguard",
+    "megatronish.commands.pretrain",
+    "megatronish.commands.chat",
+    "megatronish.commands.evaluate",
+    "megatronish.train.preflight",
+    "torch.utils.serialization",
+)
 GRACE_SECONDS = 0.2  # after the first failure, for others to say that they failed earlier
 
 
@@ -68,9 +83,7 @@ def is_running(pid: int) -> bool:
 def warm_context() -> ForkServerContext:
     """Multiprocessing context whose server has torch loaded and has computed nothing."""
     context = multiprocessing.get_context("forkserver")
-    # What a run's main rank imports otherwise, each time; and what ranks of the theorem do.
-    late = ("torch.utils.tensorboard", "matplotlib.backends.backend_agg", "tests.support.preloaded")
-    context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run", *late])
+    context.set_forkserver_preload(["torch", "pytest", *WARM, "megatronish.train.run", *LATE])
     return context
 
 

@@ -6,7 +6,7 @@ be held, three of each backward that live_activations.py names:
 
     its begin     all activations and the logits are there, and what transient_memory.py adds
     a layer       the logits of the micro-batch are gone; of full recomputation the activations of a group of layers are
-                  there once more, and the gradients of its weights, inputs and outputs (layer_kind_memory.py), the
+                  there once more, and the gradients of its weights, inputs and outputs (layer_memory.py), the
                   largest at a time
     its end       the activations of the micro-batch are gone
 
@@ -30,8 +30,8 @@ from typing import NamedTuple
 from megatronish.config.config import Config
 from megatronish.core.remembered import remembered
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, candidate_of
-from megatronish.estimate.costs.layer_kind_memory import LayerMemory
 from megatronish.estimate.costs.layer_kinds import ChunkKinds, LayerKind, LayerKinds, StageKinds
+from megatronish.estimate.costs.layer_memory import LayerMemory
 from megatronish.estimate.costs.memory_table import Memory
 from megatronish.estimate.costs.model_state import Rows, StageCounts, stage_state, with_padding
 from megatronish.estimate.costs.stage_parameters import StageParameters

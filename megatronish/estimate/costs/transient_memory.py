@@ -1,6 +1,6 @@
 """Transient memory of a step: gradients on their way, parameters that ZeRO-3 has gathered, matrices of Muon.
 
-What layers need is in layer_kind_memory.py. Here is what a stage needs besides, at three moments of a backward:
+What layers need is in layer_memory.py. Here is what a stage needs besides, at three moments of a backward:
 
     its begin      gradients of the output layer's weight and input; with ZeRO-3 embedding and head are gathered
     a layer        with ZeRO-2 buckets that fill or are reduced; with ZeRO-3 the layer and the next one are gathered
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from megatronish.config.config import Config
 from megatronish.estimate.costs.candidate import candidate_of
-from megatronish.estimate.costs.layer_kind_memory import LayerMemory
 from megatronish.estimate.costs.layer_kinds import ChunkKinds, LayerKind, StageKinds
+from megatronish.estimate.costs.layer_memory import LayerMemory
 from megatronish.estimate.costs.model_state import Rows
 from megatronish.estimate.costs.stage_parameters import StageParameter
 from megatronish.estimate.costs.state_traffic import (

@@ -1,4 +1,4 @@
-"""Decoders of Hugging Face: what their families have in common; of the keys Llama, too, and GPT-2 nothing.
+"""Decoders of Hugging Face: what their families have in common. Llama shares their keys, and GPT-2 nothing.
 
 A family of these says which keys it has (`read`, `write`) and how its tensors are called (`DecoderNames`). Which norms
 and biases there are follows from the model. What a family cannot describe follows, too: a model is one of the family if
