@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sweeps import some_of
 from megatronish.checkpoint import storage
 from megatronish.checkpoint.save import HostCopies, in_background
 from megatronish.engine.engine import Engine
+from megatronish.train.hooks.save import FinishedSave, Save
 
 FAILED = "could not be written to .*: File too large. Those before it are whole"
 
@@ -27,8 +29,11 @@ def step(run_dir: Path, number: int) -> Path:
 
 
 def write_slowly(seconds: float, after_step: int = 0) -> None:
-    """Planted in a job: a file of tensors takes so long, and is not begun before that step is computed."""
-    save, run, computed = torch.save, Engine.step, threading.Event()
+    """Planted in a job: a file of tensors takes so long, and is not begun before that step is computed.
+
+    The watchdog looks for whichever thread writes.
+    """
+    save, run, write, computed = torch.save, Engine.step, Save._write, threading.Event()
     begun: set[object] = set()
 
     def slow(found: object, stream: object) -> None:
@@ -45,8 +50,13 @@ def write_slowly(seconds: float, after_step: int = 0) -> None:
             computed.set()
         return result
 
+    def watched(self: Save, *arguments: Any) -> FinishedSave:
+        assert threading.get_ident() in self.mesh.record.phases
+        return write(self, *arguments)
+
     storage.torch.save = slow  # type: ignore[attr-defined]
     Engine.step = stepped  # type: ignore[assignment, method-assign]
+    Save._write = watched  # type: ignore[method-assign]
 
 
 def no_room(steps: range, rank: int = 0) -> None:

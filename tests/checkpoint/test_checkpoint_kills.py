@@ -103,7 +103,7 @@ def save_killed_at_every_point(place: Place, folder: Path, before: int | None) -
 
 
 @pytest.mark.parametrize(
-    "before", some_of([None, 4, 3], [3]), ids=["the-first", "another-of-the-same-step", "one-to-be-removed"]
+    "before", some_of([None, 4, 3], [4, 3]), ids=["the-first", "another-of-the-same-step", "one-to-be-removed"]
 )
 def test_a_save_killed_at_any_point_leaves_the_checkpoint_before_or_the_new_one(
     tmp_path: Path, before: int | None

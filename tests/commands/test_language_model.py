@@ -33,7 +33,6 @@ def test_a_model_learns_an_answer_and_takes_it_along(base: Path, tmp_path: Path)
         assert again.chat([{"role": "user", "content": "colour"}], temperature=0, num_tokens=20).strip() == ANSWER
 
 
-@pytest.mark.sweep
 @pytest.mark.processes
 def test_an_adapter_is_learned_on_two_ranks_and_merged(base: Path, tmp_path: Path) -> None:
     given = {"train_iters": 2, "lr": 2e-2, "seq_length": 64, "micro_batch_size": 4, "global_batch_size": 8}

@@ -62,7 +62,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize(
-    "name", some_of(RUNS, ["epochs", "a schedule", "samples", "packed", "several to evaluate", "a store"])
+    "name",
+    some_of(RUNS, ["epochs", "more to evaluate", "a schedule", "samples", "packed", "several to evaluate", "a store"]),
 )
 def test_a_run_writes_no_index_after_it(name: str, tmp_path: Path) -> None:
     places = {each: tmp_path / each for each in ("a", "b", "cache")}

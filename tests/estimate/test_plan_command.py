@@ -9,6 +9,7 @@ from scripts import run_script
 from sweeps import further
 
 from megatronish.commands.plan import main, split
+from megatronish.commands.probing import measured_links
 from megatronish.config.check import refuse_unrunnable_plans
 from megatronish.config.read import read_config
 from megatronish.estimate.planner.calibrate import calibrated
@@ -142,17 +143,26 @@ def test_the_layout_of_the_file_is_no_reason_to_refuse(words: list[str], capsys:
         assert (note in out) == any(flag in word for word in words)
 
 
-@pytest.mark.sweep
-def test_remedies_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, err = plan(*LLAMA_70B, "--gpus", "16", "--explain", "tp=1", capsys=capsys)
-    assert "no single change makes it fit; leave --explain out, which lists layouts that do" in err
-    _, _, err = plan(*LLAMA_70B, "--gpus", "7", "--global-batch-size", "112", capsys=capsys)
-    assert err.rstrip().endswith("use --gpus 16")
-    (tmp_path / "tiny.toml").write_text('[tiny]\nlike = "h100-sxm"\nmemory_gib = 1e-9\n')
-    words = ["--gpus", "4", "--device", str(tmp_path / "tiny.toml"), "--explain", "tp=2,pp=2,sp"]
-    status, _, err = plan(*SMALL[:4], *words, capsys=capsys)
+@pytest.mark.parametrize(
+    ("memory_gib", "words", "remedy"),
+    [
+        (
+            24,
+            "--gpus 8 --explain tp=1",
+            "no single change makes it fit; leave --explain out, which lists layouts that do",
+        ),
+        (20, "--gpus 4 --explain tp=1", "use devices of 140 GiB, such as h200"),
+        (1e-9, "--gpus 4 --explain tp=2,pp=2,sp", "use devices of 80 GiB, such as a100-sxm"),
+        further((12, "--gpus 7 --global-batch-size 112", "use --gpus 16")),
+    ],
+)
+def test_remedies_help(
+    memory_gib: float, words: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.toml").write_text(f'[own]\nlike = "h100-sxm"\nmemory_gib = {memory_gib}\n')
+    status, _, err = plan(*SMALL[:4], "--device", str(tmp_path / "own.toml"), *words.split(), capsys=capsys)
     assert status == 2
-    assert "use devices of 80 GiB, such as a100-sxm" in err
+    assert err.rstrip().endswith(f"; {remedy}")
 
 
 def test_without_a_vocabulary_the_remedy_is_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,9 +258,15 @@ def test_a_probe_measures_the_links_of_the_ranks_of_a_machine(tmp_path: Path) ->
     row, *links = map(json.loads, measured.read_text().splitlines())
     assert row["probe"]["tflops"] > 0
     assert {line["fit"]["collective"] for line in links} == {"all_reduce", "send_recv"}
+
+
+@pytest.mark.processes
+def test_the_links_of_ranks_that_a_probe_measures_calibrate_a_device(tmp_path: Path) -> None:
+    measured, links = tmp_path / "probe.jsonl", measured_links(2)
+    assert {line["fit"]["collective"] for line in links} == {"all_reduce", "send_recv"}
     # Runs of a busy machine may differ by more than a fit allows: the numbers are those of a quiet one.
     accepted = [line | {"fit": line["fit"] | {"accepted": True, "reason": None}} for line in links]
-    measured.write_text("".join(json.dumps(line) + "\n" for line in (row, *accepted)))
+    measured.write_text("".join(json.dumps(line) + "\n" for line in accepted))
     device = calibrated(find_device("cpu"), [measured])
     assert device.calibrated is not None and "transfers between two devices" in device.calibrated
     assert device.all_reduce_gb_s != find_device("cpu").all_reduce_gb_s

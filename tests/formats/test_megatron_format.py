@@ -125,7 +125,7 @@ SHAPES = {
     "gpt-oss": GPT_OSS,
     "latent": LATENT,
     "ahead": replace(LLAMA, mtp_num_layers=2),
-    "tied, ahead": replace(GPT2, mtp_num_layers=1),
+    "tied, ahead": replace(GPT2, mtp_num_layers=2),
 }
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "transformer_impl": impl}

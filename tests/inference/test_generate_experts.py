@@ -7,6 +7,7 @@ import torch
 from engines import NO_DROPOUT
 from jobs import tiny, train_on_ranks, write_tokens
 from ranks import run_ranks
+from sweeps import further
 from test_generate import Seen, logits_without_cache, seen_of
 
 from megatronish.commands.generate import prepare
@@ -97,15 +98,19 @@ def evaluated(place: Place, load: Path, layout: dict[str, int]) -> float:
     return found.loss
 
 
-@pytest.mark.sweep
-def test_evaluation_over_experts_finds_the_same_loss(load: Path) -> None:
-    (alone,) = run_ranks(1, evaluated, load, {})
-    for layout, ranks in (
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
         ({"expert_model_parallel_size": 2}, 2),  # dp follows from it
-        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 2),
-        ({"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, 4),
-    ):
-        assert run_ranks(ranks, evaluated, load, layout) == pytest.approx([alone] * ranks, rel=1e-5)
+        further(
+            ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 2)
+        ),
+        further(({"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, 4)),
+    ],
+)
+def test_evaluation_over_experts_finds_the_same_loss(load: Path, layout: dict[str, int], ranks: int) -> None:
+    (alone,) = run_ranks(1, evaluated, load, {})
+    assert run_ranks(ranks, evaluated, load, layout) == pytest.approx([alone] * ranks, rel=1e-5)
 
 
 def test_experts_are_not_cut_where_there_are_none_or_too_few_ranks(load: Path, tmp_path: Path) -> None:

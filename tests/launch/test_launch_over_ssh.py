@@ -162,7 +162,6 @@ def test_a_host_that_dies_ends_the_run_with_its_sentence(hosts: Hosts, tmp_path:
     assert _gone(hosts)
 
 
-@pytest.mark.sweep
 def test_a_rank_that_fails_is_the_reason_and_those_that_are_ended_are_not(hosts: Hosts, tmp_path: Path) -> None:
     """Nor those that end without it."""
     (tmp_path / "fail.py").write_text(

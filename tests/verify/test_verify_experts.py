@@ -28,8 +28,8 @@ def verify(folder: Path, flags: str, **options: object) -> Finished:
 @pytest.mark.parametrize(
     "layout",
     [
-        "--dp 2 --ep 2",
-        further("--tp 2 --cp 2 --ep 2 --etp 1 --zero-stage 3 --recompute-granularity full"),
+        further("--dp 2 --ep 2"),
+        "--tp 2 --cp 2 --ep 2 --etp 1 --zero-stage 3 --recompute-granularity full",
         "--dp 4 --ep 4 --etp 1 --moe-router-topk 2 --moe-expert-rank-capacity-factor 1",  # steps are computed again
         further(
             "--tp 2 --pp 2 --etp 2 --sequence-parallel --moe-expert-capacity-factor 0.75 --pipeline-schedule zb-h1"

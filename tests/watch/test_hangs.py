@@ -95,7 +95,6 @@ def test_a_rank_that_ends_with_zero_too_early_has_failed(tmp_path: Path) -> None
     assert health["phase"].startswith("failed: rank 1 failed: it ended with status 0"), health
 
 
-@pytest.mark.sweep
 def test_ranks_that_are_all_stopped_are_named_by_their_launcher(tmp_path: Path) -> None:
     errors = hang(tmp_path, "all_stopped")
     for rank in range(2):

@@ -2,24 +2,27 @@
 
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread, get_ident
+from threading import Event, Thread, get_ident
 from typing import Any
 
 import pytest
 import torch
 from jobs import be_rank, tiny
-from ranks import run_ranks
+from ranks import run_ranks, wait_until
 from sweeps import some_of
 
+from megatronish.checkpoint.save import in_background
 from megatronish.core.layout import Layout
+from megatronish.data.loader import Prefetcher
 from megatronish.launch.place import Place
 from megatronish.launch.pulse import Pulses
 from megatronish.parallel import comm
 from megatronish.parallel.mesh import Mesh
 from megatronish.watch.hang_diagnosis import RanksSeen, different
-from megatronish.watch.heartbeat import Beat, Collective, bare_beat
-from megatronish.watch.observer import HangLimits, Observer
+from megatronish.watch.heartbeat import Beat, Collective, OwnBoard, bare_beat
+from megatronish.watch.observer import MAIN, HangLimits, Observer
 from megatronish.watch.record import PhaseName, RankRecord, RunPhase
 from megatronish.watch.shared_ring import RING, SharedRing, read_ring
 from megatronish.watch.watchdog import Watchdog
@@ -171,3 +174,66 @@ def test_a_guard_gets_the_limit_of_a_step_soon_after_the_start_although_it_ends_
             assert time.monotonic() - began < 30.0
             time.sleep(0.01)
         assert pulse.number <= 6
+
+
+def wait_for_data(work: Callable[[], Any]) -> None:
+    """Wait for the thread of a loader, which does this."""
+    with Prefetcher(lambda *_: work(), consumed_samples=0, global_batch_size=lambda _: 1, num_ahead=1) as batches:
+        next(batches)
+
+
+def wait_for_a_save(work: Callable[[], Any]) -> None:
+    """Wait for the thread of a save in the background, which does this."""
+    in_background(work).result()
+
+
+@pytest.mark.parametrize(("phase", "wait"), [("data", wait_for_data), ("save", wait_for_a_save)])
+def test_a_main_thread_that_waits_for_another_one_has_the_stack_of_that(
+    phase: PhaseName, wait: Callable[..., None]
+) -> None:
+    record, is_over = RankRecord(), Event()
+
+    def stand_still() -> None:
+        is_over.wait()
+
+    def main() -> None:
+        record.enter_phase(phase)
+        wait(stand_still)
+
+    thread = Thread(target=main)
+    thread.start()
+    assert thread.ident is not None
+    limits = HangLimits.of(step=9.0, start=9.0, evaluation=9.0, save=9.0, timeout=600.0)
+    observer = Observer(record, limits, rank=0, main=thread.ident)
+
+    def is_shown() -> bool:
+        beat = observer.look().thread(MAIN)
+        return beat is not None and any(line.endswith(" stand_still") for line in beat.helper_stack)
+
+    try:
+        assert wait_until(is_shown)
+    finally:
+        is_over.set()
+        thread.join()
+
+
+class BoardOfAStoppedProcess(OwnBoard):
+    """Board that does not answer."""
+
+    def put(self, name: str, text: str) -> None:
+        raise RuntimeError("the store does not answer")
+
+
+def test_a_rank_that_reaches_no_other_one_ends_the_run_and_names_who_keeps_the_board(tmp_path: Path) -> None:
+    told = list[str]()
+    limits = HangLimits.of(step=0.3, start=0.3, evaluation=0.3, save=0.3, timeout=600.0)
+    record = RankRecord()
+    watchdog = Watchdog(record, limits, Layout(dp=2), rank=1, leave=lambda report, _prints: told.append(report))
+    watchdog.share(BoardOfAStoppedProcess(), kept_by="rank 0, whose process has the store of the run,")
+    record.enter_phase("step")
+    with watchdog:
+        assert wait_until(lambda: bool(told))
+    assert told[0].startswith(
+        "the run hangs: rank 0, whose process has the store of the run, does not answer: it is stopped"
+    )
+    assert "rank 1 (dp 1)" in told[0]

@@ -324,13 +324,16 @@ def test_zero_bubble_gradients_are_those_of_1f1b() -> None:
 
 
 def test_any_plan_in_any_placement_runs_unchanged() -> None:
-    """Written by hand: up and down, over a stage, and from chunk to chunk of one stage. A schedule is data."""
+    """Written by hand: up and down, over a stage, and from chunk to chunk of one stage. A schedule is data.
+
+    The last micro-batch comes back first: the last backward, which makes gradients final, is that of the first.
+    """
     placement = [StageChunk(1, 0), StageChunk(0, 0), StageChunk(0, 1), StageChunk(2, 0), StageChunk(1, 1)]
     plan: Plan = []
     for stage in range(3):
         chunks = [place.chunk for place in placement if place.stage == stage]
         forwards = [Action("F", chunk, m) for m in (0, 1) for chunk in chunks]
-        plan.append(forwards + [Action("B", chunk, m) for m in (0, 1) for chunk in reversed(chunks)])
+        plan.append(forwards + [Action("B", chunk, m) for m in (1, 0) for chunk in reversed(chunks)])
     case = Case(plan, placement, 2)
     check(case, [runs for (runs,) in run_ranks(3, execute, [case], True, 2)], repeats=2)
 
