@@ -168,6 +168,17 @@ def test_the_arguments_describe_the_same_model(tmp_path: Path, name: str) -> Non
     assert description.model == told
 
 
+@pytest.mark.parametrize(("name", "has_table"), [("ahead", True), ("llama", False)])
+def test_the_last_stage_has_the_embedding_where_it_predicts_further_tokens(
+    tmp_path: Path, name: str, has_table: bool
+) -> None:
+    save(tmp_path / "a", SHAPES[name], random_model(SHAPES[name]), pipeline_parallel_size=2)
+    first, last = (torch_load(tmp_path / "a", f"00_{stage:03}")["model"] for stage in range(2))
+    table = "embedding.word_embeddings.weight"
+    assert (table in last) == has_table
+    assert not has_table or torch.equal(last[table], first[table])
+
+
 def test_queries_keys_and_values_of_plain_attention_lie_by_head() -> None:
     config = ModelConfig(num_layers=1, hidden_size=4, num_attention_heads=2, kv_channels=2)
     q, k, v = [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]  # two rows a head

@@ -18,7 +18,8 @@ from ranks import run_ranks
 
 from megatronish.commands.inference_flags import EvaluateArguments as Arguments
 from megatronish.commands.main import COMMANDS
-from megatronish.commands.perplexity import be_rank, prepare, run, start_mesh, tell_of_short_windows
+from megatronish.commands.perplexity import be_rank, prepare, run, sequence_pieces, start_mesh, tell_of_short_windows
+from megatronish.config.sections.parallel import ParallelConfig
 from megatronish.core.errors import UserError
 from megatronish.core.remote import RemotePath
 from megatronish.data.indexed import IndexedWriter
@@ -296,6 +297,20 @@ def test_an_engine_that_only_evaluates_holds_the_parameters_alone(runs: dict, li
     assert not engine.data_parallel.gradients
     assert not engine.optimizer.state
     assert not any(parameter.requires_grad for parameter in engine.stage.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("layout", "pieces", "of_experts"),
+    [((1, 1, False), 1, 1), ((3, 1, False), 1, 3), ((3, 1, True), 3, 3), ((3, 2, False), 4, 12), ((2, 4, True), 8, 8)],
+)
+def test_windows_are_as_long_as_the_layout_cuts_them(
+    layout: tuple[int, int, bool], pieces: int, of_experts: int
+) -> None:
+    """cp deals chunks out in pairs; tp cuts what routers see, and all of it under sequence parallelism."""
+    tp, cp, cuts = layout
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=cuts)
+    assert sequence_pieces(parallel, has_experts=False) == pieces
+    assert sequence_pieces(parallel, has_experts=True) == of_experts
 
 
 def test_the_program_starts_its_own_ranks(runs: dict, lines: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatronish.launch.place import Place
 from megatronish.optim.outer import CODE_BLOCK, OuterOptimizer, OuterSettings
 from megatronish.parallel.block_codes import LARGEST_CODE, decoded, encoded
 from megatronish.parallel.bucketing import bytes_of_block
-from megatronish.parallel.mesh import Mesh
+from megatronish.parallel.mesh import Domain, Mesh
 from megatronish.parallel.sharding import Sharding
 from megatronish.parallel.stages import stage_loads
 from megatronish.train.hooks.replicas import differences
@@ -151,6 +151,15 @@ def test_the_mean_move_is_within_its_bound_and_the_same_on_all_islands(number: i
             limit = (of_islands + found[block].abs().amax()) / (2 * LARGEST_CODE[dtype])
             worst = (found[block].double() - mean[block]).abs().amax()
             assert limit / 100 < worst <= limit * (1 + 1e-5), name
+
+
+def test_a_tied_parameter_moves_by_itself() -> None:
+    """On its two stages it has other neighbours, and three islands may sum another order by the place in a buffer."""
+    masters = {"first": torch.zeros(40), "table": torch.zeros(300), "last": torch.zeros(7)}
+    shardings = {name: Sharding(each.shape, tied="ends" if name == "table" else None) for name, each in masters.items()}
+    settings = OuterSettings(1, 0.7, 0.9)
+    outer = OuterOptimizer(masters, shardings, {"dense": Domain()}, settings, device=torch.device("cpu"))
+    assert [[part.name for part in parts] for parts in outer._buckets] == [["table"], ["first", "last"]]
 
 
 class Flipped(NamedTuple):
