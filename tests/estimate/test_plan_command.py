@@ -85,7 +85,8 @@ def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
         (["--gpus", "1"], "no layout fits:"),
         (
             ["--gpus", "37"],
-            "for this model with global_batch_size=128: tp, cp, pp and dp must divide heads, sequence, layers and batch; use --gpus 36",
+            "no layout of --gpus 37 is legal for this model with global_batch_size=128: tp, cp, pp and dp must divide "
+            "heads, sequence, layers and batch; use --gpus 36",
         ),
         (["--explain", "tp=3"], "tp x pp x cp = 3 must divide --gpus 16"),
         (["--explain", "pp=2,zero=3,schedule=zb-h1"], "zero_stage=3 exchanges gradients after every backward"),
