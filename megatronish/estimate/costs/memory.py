@@ -130,7 +130,7 @@ class MemoryModel:
         return [self.peaks(layout, self.layers.stage(load), load.plan, (layout.zero,))[0] for load in loads]
 
     def peaks(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
-        """Bytes of a stage when most is held, for each of several stages of ZeRO; 0 and 1 differ in model state alone."""
+        """Bytes of a stage when most is held, for each stage of ZeRO; 0 and 1 differ in their model state alone."""
         sizes, peaks, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
         work = self._work(sizes, stage)
         for zero in zeros:
@@ -230,7 +230,7 @@ class MemoryModel:
 
     @remembered
     def _with_same_buckets(self, layout: Candidate) -> Candidate:
-        """What of a layout decides its buckets: the number of data ranks only where gradients are sent as codes (qgZ)."""
+        """What of a layout decides its buckets; data ranks do only where gradients are sent as codes (qgZ)."""
         tp, pp, dp, cp, ep, etp = layout.mesh
         ranks = dp * cp if self.config.parallel.zero_quantized_gradients is not None else max(1, ep * etp // tp)
         schedule = DEFERRING if SCHEDULES[layout.schedule].has_weight_gradients else "1f1b"
