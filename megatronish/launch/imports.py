@@ -4,6 +4,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatronish.core.garbage import uncollected
+
 
 @contextmanager
 def importing() -> Iterator[None]:
@@ -11,11 +13,8 @@ def importing() -> Iterator[None]:
 
     Forked ranks then share the memory of all modules: a collection would write into every object of them.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
+    with uncollected():
+        try:
+            yield
+        finally:
+            gc.freeze()

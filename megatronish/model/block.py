@@ -1,6 +1,7 @@
 """Layers of a model, each built as its spec says: norms, attention, MLP or experts; and those that predict ahead.
 
-A new kind of attention is a line in `ATTENTIONS`, a new kind of layer one in `BLOCKS`.
+A new kind of attention is a line in `ATTENTIONS` and one in `attention_kind` (specs/layers.py), a new kind of layer one
+in `BLOCKS`.
 """
 
 from collections.abc import Callable

@@ -24,9 +24,9 @@ from megatronish.ops.report import kernels_line
 from megatronish.optim.optimizer import optimizer_line
 from megatronish.parallel.deep_ep import why_not_deep_ep
 from megatronish.specs.adapter_targets import adapted_sections
-from megatronish.specs.attention import AttentionSpec
 from megatronish.specs.block_pattern import BlockPattern
 from megatronish.specs.costs import DeviceType
+from megatronish.specs.layers import attention_kind
 from megatronish.tokenizer.build import build_tokenizer
 
 OVER_CP = {
@@ -185,7 +185,7 @@ def _attention(config: Config) -> str:
     over_cp, is_ring = "", False
     if config.layout.cp > 1:
         over_cp, is_ring = OVER_CP[parallel.cp_comm_type], parallel.cp_comm_type == "p2p"
-    of_scores = "a bias that learns" if model.has_encoder else AttentionSpec.of(model).of_scores
+    of_scores = "a bias that learns" if model.has_encoder else attention_kind(model).of(model).of_scores
     if of_scores is not None:
         return f"{over_cp}explicit probabilities by torch's softmax, of scores with {of_scores}"
     # What the fused softmax does not know.
@@ -223,7 +223,7 @@ def _is_implicit(config: Config) -> bool:
     """Whether a rank attends without a ring, and with probabilities that are not all in memory."""
     if config.layout.cp > 1 and config.parallel.cp_comm_type == "p2p":
         return False
-    return not AttentionSpec.of(config.model).is_explicit(config.training.attention_backend)
+    return not attention_kind(config.model).of(config.model).is_explicit(config.training.attention_backend)
 
 
 def _has_plain_windows(config: Config) -> bool:

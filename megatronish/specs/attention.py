@@ -1,6 +1,7 @@
 """Spec of attention: its heads and windows, and what follows from them in parameters, FLOPs, memory and exchange.
 
-A new kind of attention is a spec with these methods, a module, and a line in `ATTENTIONS` (model/block.py).
+A new kind of attention is a spec with these methods, which `attention_kind` (layers.py) returns, a module, and a line
+in `ATTENTIONS` (model/block.py).
 
 What a layer keeps for its backward is in its cost row: with flash attention and without dropout masks, which are
 computed again, 32 s b h bytes a layer for a GPT in bf16 (Korthikanti et al. 2022, arXiv:2205.05198, section 4). A GPU

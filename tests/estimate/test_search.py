@@ -1,7 +1,8 @@
 """Tests of the search: speed, legality of what is printed, memory against the exact figures, guards."""
 
+import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -323,3 +324,15 @@ def test_times_move_as_physics_says(searched: Find) -> None:
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(1) == [1]
+
+
+def test_a_search_pauses_the_collection_of_garbage_and_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, seen = search_of("llama-70b", gpus=8), list[bool]()
+
+    def meshes(_search: Search) -> Iterator[MeshSizes]:
+        seen.append(gc.isenabled())
+        yield from ()
+
+    monkeypatch.setattr(Search, "meshes", meshes)
+    search.run()
+    assert (seen, gc.isenabled()) == ([False], True)

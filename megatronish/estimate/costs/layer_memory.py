@@ -34,7 +34,7 @@ from megatronish.specs.costs import (
     sum_counts,
 )
 from megatronish.specs.ends import ends_of
-from megatronish.specs.layers import layer_specs
+from megatronish.specs.layers import attention_kind, layer_specs
 
 
 class ChunkBytes(NamedTuple):
@@ -161,7 +161,7 @@ class LayerMemory(MicroBatchSizes):
     @cached_property
     def usual_attention(self) -> AttentionSpec:
         """Attention as the options of the config describe it, for layers of a plug-in that do not say."""
-        return AttentionSpec.of(self.config.model)
+        return attention_kind(self.config.model).of(self.config.model)
 
     def _per_rank(self, count: Count) -> int:
         return count.per_rank(self.tp, sequence_parallel=self.cuts_sequence, experts=self.tp // self.etp)

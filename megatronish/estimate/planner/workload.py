@@ -20,7 +20,7 @@ from megatronish.parallel.bucketing import WEIGHT_CODES, bytes_of_block
 from megatronish.parallel.schedules.live_activations import StageLoad, StagePlan
 from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.parallel.stages import Stages
-from megatronish.specs.attention import AttentionSpec
+from megatronish.specs.layers import attention_kind
 
 Launches = Literal["eager", "compiled", "graph"]
 Attention = Literal["flash", "fused_softmax", "unfused", "blocks"]
@@ -44,7 +44,7 @@ class Workload:
         """The workload of this project's own kernels."""
         model, backend = config.model, config.training.attention_backend
         attention: Attention = "blocks" if model.attention_dropout > 0 else "flash"
-        spec = AttentionSpec.of(model)
+        spec = attention_kind(model).of(model)
         if spec.is_explicit(backend):
             is_fused = spec.is_softmax_fused(backend, has_alibi=model.position_embedding_type == "alibi")
             attention = "fused_softmax" if is_fused else "unfused"
