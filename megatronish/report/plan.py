@@ -217,7 +217,8 @@ def explanation(search: Search, planned: Planned) -> str:
     lines.append(f"{'a step':<44}{between(step.low, step.high):>10} s")
     low, high = search.interval(step, candidate)
     lines.append(f"{'with the error of the model':<44}{between(low, high):>10} s")
-    owners, host = planned.fullest.owners, planned.fullest.memory.host
+    owners, memory = planned.fullest.owners, planned.fullest.memory
+    elsewhere = (("in memory of the CPU", memory.host), ("on the disk", memory.disk))
     return "\n".join(
         [
             heading(search),
@@ -230,8 +231,8 @@ def explanation(search: Search, planned: Planned) -> str:
             "",
             f"memory of stage {planned.fullest.stage}, the fullest{_even(search)}:",
             *(f"{name:<44}{format_bytes(owners[name]):>14}" for name in OWNERS),
-            f"{'in all':<44}{format_bytes(planned.fullest.memory.total):>14} of {format_bytes(search.limit)}",
-            *([f"{'in memory of the CPU':<44}{format_bytes(host):>14}"] if host else []),
+            f"{'in all':<44}{format_bytes(memory.total):>14} of {format_bytes(search.limit)}",
+            *(f"{name:<44}{format_bytes(size):>14}" for name, size in elsewhere if size),
             *_between_nodes(search, planned),
         ]
     )

@@ -13,6 +13,7 @@ from sweeps import further, some_of
 
 from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of
 from megatronish.estimate.costs.memory import expected_memory
+from megatronish.estimate.costs.memory_table import format_bytes
 from megatronish.estimate.planner.choose import conventional, short_list
 from megatronish.estimate.planner.exact import fullest_stage, plan_of
 from megatronish.estimate.planner.pipeline_time import StageTimes, pipeline_seconds
@@ -20,6 +21,7 @@ from megatronish.estimate.planner.search import Search, SearchResult, divisors
 from megatronish.parallel.schedules.simulate import Costs, simulate
 from megatronish.parallel.schedules.table import SCHEDULES
 from megatronish.parallel.stages import Stages
+from megatronish.report.plan import explanation
 
 Find = Callable[[str], tuple[Search, SearchResult]]
 
@@ -143,6 +145,16 @@ def test_printed_memory_is_the_peak(searched: Find) -> None:
     peaks = [memory.total for memory in expected_memory(config, loads, vocab_size=128256)]
     fullest = fullest_stage(config, 128256)
     assert (fullest.stage, fullest.memory.total) == (peaks.index(max(peaks)), max(peaks))
+
+
+def test_what_is_on_a_disk_is_on_no_device() -> None:
+    search = search_of("llama-70b", "--param-cpu-offload", "--offload-folder", "x", gpus=8)
+    planned = plan_of(search, Candidate(MeshSizes(dp=8), zero=3, recompute="full"))
+    fullest = planned.fullest
+    assert fullest.memory.disk > fullest.memory.total > 0
+    assert sum(fullest.owners.values()) == fullest.memory.total
+    line = next(line for line in explanation(search, planned).splitlines() if line.startswith("on the disk"))
+    assert line.endswith(format_bytes(fullest.memory.disk))
 
 
 @pytest.mark.parametrize("name", some_of(["gpt3-175b", "llama-70b"], ["llama-70b"]))

@@ -130,7 +130,7 @@ class MemoryModel:
         return [self.peaks(layout, self.layers.stage(load), load.plan, (layout.zero,))[0] for load in loads]
 
     def peaks(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
-        """Those of a stage under several stages of ZeRO; 0 and 1 differ in their model state alone."""
+        """Bytes of a stage when most is held, for each stage of ZeRO; 0 and 1 differ in their model state alone."""
         sizes, peaks, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
         work = self._work(sizes, stage)
         for zero in zeros:
@@ -164,7 +164,7 @@ class MemoryModel:
     def of_one_micro_batch(self, layout: Candidate, stage: StageKinds) -> int:
         """Bytes of activations of a stage that one micro-batch at a time passes."""
         one = Instant((1,) * len(stage.chunks), (0,) * len(stage.chunks))
-        work = StageWork(self._layer_memory(layout), stage)
+        work = self._work(self._layer_memory(layout), stage)
         return round(work.waiting(one) + max(chunk.again for chunk in work.chunks))
 
     @remembered
@@ -230,7 +230,7 @@ class MemoryModel:
 
     @remembered
     def _with_same_buckets(self, layout: Candidate) -> Candidate:
-        """What of a layout decides its buckets: only codes (qgZ) are as many as data ranks make of them."""
+        """What of a layout decides its buckets; data ranks do only where gradients are sent as codes (qgZ)."""
         tp, pp, dp, cp, ep, etp = layout.mesh
         ranks = dp * cp if self.config.parallel.zero_quantized_gradients is not None else max(1, ep * etp // tp)
         schedule = DEFERRING if SCHEDULES[layout.schedule].has_weight_gradients else "1f1b"
@@ -246,7 +246,7 @@ class MemoryModel:
 
     def most_activations(self, layout: Candidate, stage: StageKinds, plan: StagePlan) -> tuple[int, int]:
         """The most bytes of activations that wait at once, with those that are computed again, and of logits."""
-        work = StageWork(self._layer_memory(layout), stage)
+        work = self._work(self._layer_memory(layout), stage)
         held = [(work.waiting(instant), work.of_logits(instant)) for instant in fullest_instants(plan)]
         activations, logits = max(held, key=sum)
         return round(activations + max(chunk.again for chunk in work.chunks)), round(logits)

@@ -1,4 +1,4 @@
-"""Bytes of a rank's step, added up by axis and collective, and the sizes that they follow from."""
+"""Bytes that a rank exchanges in a step, added up by axis and collective; their sizes are in micro_batch.py."""
 
 from collections import Counter
 from collections.abc import Mapping

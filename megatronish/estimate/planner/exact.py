@@ -28,10 +28,10 @@ class StageMemory(NamedTuple):
 
     @property
     def owners(self) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Bytes on the device by what they are for; what is on the host or a disk is not among them."""
         memory = self.memory._asdict()
         names = {"parameters": "weights", "temporary": "temporaries"}
-        owners = {names.get(name, name): size for name, size in memory.items() if name != "host"}
+        owners = {names.get(name, name): size for name, size in memory.items() if name not in ("host", "disk")}
         owners["activations"] -= self.in_flight
         return owners | {"in flight": self.in_flight}
 

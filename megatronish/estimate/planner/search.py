@@ -175,7 +175,7 @@ class Search:
 
     @remembered
     def _sequence_cuts(self, mesh: MeshSizes) -> list[bool]:
-        """What ranks of tp may do with the sequence, leave it whole or cut it, or neither, by the rules."""
+        """Values of sequence_parallel that the rules allow in a mesh: both, one, or none if the mesh is not legal."""
         choices = (False, True) if mesh.tp > 1 else (False,)
         zero = self._least_zero
         return [cuts for cuts in choices if self.is_legal(Candidate(mesh, zero=zero, sequence_parallel=cuts))]
@@ -233,7 +233,7 @@ class Search:
         return times.forward / chunks > self.clock.hop(candidate)
 
     def _zeros(self, mesh: MeshSizes, schedule: str) -> range:
-        """Stages of ZeRO that the schedule allows; what no ranks share needs none of them."""
+        """Stages of ZeRO that the schedule allows; the least one alone where no ranks hold the same parameters."""
         most = 3 if mesh.pp == 1 or self.zero3_in_pipelines else 2
         if SCHEDULES[schedule].has_weight_gradients and mesh.pp > 1:
             most = 1
