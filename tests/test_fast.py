@@ -64,4 +64,3 @@ def test_a_fast_test_that_starts_a_process_fails() -> None:
 def test_garbage_is_looked_for_while_tests_run() -> None:
     """Only while tests are collected it is not (conftest.py)."""
     assert gc.isenabled()
-    assert gc.get_freeze_count() > 0

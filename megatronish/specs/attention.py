@@ -477,15 +477,23 @@ class BiasedAttentionSpec(AttentionSpec):
         return 0.0
 
     def kept_of_others(self, run: AttentionRun) -> float:
-        """As of any attention, of the rows of keys."""
-        return super().kept_of_others(run) * float(self.keys)
+        """As of any attention, of the rows of keys; and of the bias the bucket of each pair, int64.
+
+        Where scores are computed again, the bias itself is there, an input of theirs.
+        """
+        kept = super().kept_of_others(run) * float(self.keys)
+        if self.crosses:
+            return kept
+        bias = run.size.element * self.num_heads / (run.size.tp * run.cp) if run.is_selective else 0.0
+        return kept + float(self.queries * self.keys) * run.seq_length**2 * (8 + bias)
 
     def transients(self, run: AttentionRun) -> float:
         """Gradients of queries, keys and values, and of the scores."""
         sizes = self.num_heads * self.queries + 2 * self.heads_over(run.size.tp) * self.keys
         num_bytes = run.size.residual + run.size.feature * self.head_size * float(sizes)
-        # In 16 bits the copy of the probabilities is free again when their gradient comes.
-        more = 8 if run.size.element == 4 else 6 if run.has_dropout else 4
+        # Two tensors in fp32. In 16 bits the copy of the probabilities, 2, is free again when their gradient comes; and
+        # where a stage has both sides, an encoder's layer works when a decoder's keep nothing any more: 5 is between.
+        more = 8 if run.size.element == 4 or run.has_dropout else 5
         more += self.bytes_per_score(run) if run.is_selective else 0
         scores = run.tokens * run.seq_length * self.queries * self.keys * self.num_heads / run.size.tp
         return num_bytes + more * float(scores)

@@ -385,6 +385,11 @@ SINGLE = [
     SingleCase("BERT with dropout, in stages", "dropped", "--model-type bert", "--tp 2 --pp 2 --cp 2", 1, 7),
     SingleCase("T5", "gpt", T5),
     SingleCase("T5 with dropout, in stages", "dropped", T5, "--tp 2 --pp 2 --cp 2 --cp-comm-type a2a", 1, 7),
+    SingleCase(
+        *("T5's encoder, scores computed again", "gpt", f"{T5} --recompute-granularity selective"),
+        *("--tp 2 --pp 2", 1, 0),
+        precision="",
+    ),
     SingleCase("unfused attention", "llama", "--attention-backend unfused"),
     SingleCase("unfused attention with dropout", "dropped", "--attention-backend unfused"),
     SingleCase("fused softmax", "llama", "--attention-backend fused_softmax"),
