@@ -53,8 +53,8 @@ def measure(place: Place, run_dir: str) -> Costs:
     job = TrainingJob.open(config, mesh)
     engine = job.build_engine()
     batches = job.batches_of(job.datasets.train)(0, config.global_batch_size)
-    real = {name: getattr(comm, name) for name in ("_entry", "_waiting")}
-    without: dict[str, Any] = {"_entry": lambda *_: None, "_waiting": lambda _: comm._WITHOUT_RECORD}
+    real = {name: getattr(comm, name) for name in ("entry_of", "_waiting")}
+    without: dict[str, Any] = {"entry_of": lambda *_: None, "_waiting": lambda _: comm._WITHOUT_RECORD}
 
     def block(functions: dict[str, Any]) -> float:
         for name, function in functions.items():
