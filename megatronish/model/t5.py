@@ -37,7 +37,7 @@ from megatronish.model.mlp import MLP
 from megatronish.model.routing import Tally
 from megatronish.parallel.mesh import TensorParallel
 from megatronish.parallel.ranges import ATTENTION, marked
-from megatronish.specs.attention import BiasedAttentionSpec
+from megatronish.specs.biased_attention import BiasedAttentionSpec
 from megatronish.specs.layers import t5_layers
 
 

@@ -17,7 +17,8 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import RecomputeModule
 from megatronish.core.errors import UserError
 from megatronish.core.names import BLOCK_NAMES, options_of
-from megatronish.specs.attention import AttentionRun, AttentionSpec, BiasedAttentionSpec
+from megatronish.specs.attention import AttentionRun, AttentionSpec
+from megatronish.specs.biased_attention import BiasedAttentionSpec
 from megatronish.specs.costs import ActivationBytes, Count, LayerCost, LinearShape, NormShape
 from megatronish.specs.latent_attention import LatentAttentionSpec
 

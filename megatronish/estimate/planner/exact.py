@@ -89,11 +89,9 @@ def _simulated(clock: StepClock, candidate: Candidate, config: Config, closed: P
     stages = Stages.of(config.parallel, work.model, vocab_size=work.vocab_size, seq_length=work.seq_length)
     times: dict[StageChunk, Passes] = {}
     for place in stages.placement:
-        counts, ends = (
-            work.layers.chunk(stages.layers_at(place)).counts,
-            (stages.is_first(place), stages.is_last(place)),
-        )
-        times[place] = clock.passes_of(candidate, counts, is_first=ends[0], is_last=ends[1])
+        counts = work.layers.chunk(stages.layers_at(place)).counts
+        ends = {"is_first": stages.is_first(place), "is_last": stages.is_last(place)}
+        times[place] = clock.passes_of(candidate, counts, **ends)
     splits = stages.schedule.has_weight_gradients
 
     def duration(stage: int, action: Action) -> float:

@@ -267,11 +267,8 @@ class StepClock:
         machine = muon_machine(self.device, self.efficiencies, optimizer.muon_fp32_matmul_prec)
         for domain, (ranks, apart) in mesh.copies.items():  # ranks of the model lie inside
             axes = owners(mesh, DataRanks.of(ranks, 1 if zero else ranks), domain)
-            groups, num_ranks, before = (
-                matrix_groups(stages.longest.counts, domain),
-                prod(number for _, number in axes),
-                0,
-            )
+            groups = matrix_groups(stages.longest.counts, domain)
+            num_ranks, before = prod(number for _, number in axes), 0
             for rows, columns, number in groups:
                 owned = -(-(before + number) // num_ranks) + (-before // num_ranks)
                 before += number
