@@ -26,7 +26,7 @@ from megatronish.config.settings import flags_of
 from megatronish.config.shipped import config_path
 from megatronish.core.errors import UserError
 from megatronish.core.files import refuse_input_as_output, unwritten
-from megatronish.estimate.costs.candidate import Candidate, MeshSizes, complaints, config_of, without_layout
+from megatronish.estimate.costs.candidate import UNASKED, Candidate, MeshSizes, complaints, config_of, without_layout
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.planner import calibrate
 from megatronish.estimate.planner.choose import ShortList, layout_does_not_fit, short_list
@@ -45,7 +45,7 @@ class PlanArguments:
     """Plan the layout of a run before a machine is paid for."""
 
     config: str
-    """A config's TOML file, or the name of a shipped one: model, batch and length of the run."""
+    """A config's TOML file, or the name of a shipped one: model and batch. Learning rate, data and the like may be missing."""
     device: str = "h100-sxm"
     """A device of the table (a100-sxm, h100-sxm, h200, b200, mi300x ...), or a TOML file of one's own."""
     gpus: Annotated[int | None, tyro.conf.arg(aliases=["--world-size"])] = None
@@ -132,7 +132,7 @@ def answer(arguments: PlanArguments, flags: Sequence[str]) -> str:
     config_and_notes = read_config(
         ["--config", arguments.config, *flags],
         read_start=read_start,
-        needs_files=False,
+        unasked=UNASKED,
         settle_layout=None if arguments.probe is not None else without_layout,
     )
     config = config_and_notes.config

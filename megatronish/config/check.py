@@ -94,7 +94,8 @@ RULES = (
 def problems(config: Config, *, invalid: Collection[str] = ()) -> list[str]:
     """Complaints about a config, a sentence each.
 
-    Fields in `invalid` have a complaint already: they are skipped here, with the rules that read them.
+    Fields in `invalid` have a complaint already, or are of no use to who asks: they are skipped here, with the rules
+    that read them.
     """
     missing = _missing(config, invalid=invalid)
     complaint_by_field = missing | _out_of_range(config, invalid={*invalid, *missing})

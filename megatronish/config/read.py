@@ -9,7 +9,7 @@
 import contextlib
 import dataclasses
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
@@ -57,14 +57,15 @@ def read_config(
     world_size: int | None = None,
     read_start: ReadStart | None = None,
     program: str = PROGRAM,
-    needs_files: bool = True,
+    unasked: Collection[str] = (),
     settle_layout: Callable[[Config], Config] | None = None,
 ) -> ReadConfig:
     """Config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
 
-    `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help. Without
-    `needs_files`, data and tokenizer may be elsewhere; `settle_layout` replaces the layout before the check. Prints and
-    exits 0 on --help (help.py). ConfigError with all problems.
+    `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help. A
+    program that does not train leaves fields `unasked`: they need not be given, nor their files be here.
+    `settle_layout` replaces the layout before the check. Prints and exits 0 on --help (help.py). ConfigError with all
+    problems.
     """
     # Every source gives settings as text, and not yet as values: a complaint quotes them as the user wrote them.
     line = read_command_line(argv)
@@ -74,7 +75,7 @@ def read_config(
     filled = _fill(parsed, read_start, world_size=world_size)
     if settle_layout is not None:
         filled = filled._replace(config=settle_layout(filled.config))
-    if problems := _check(parsed, filled, needs_files=needs_files):
+    if problems := _check(parsed, filled, unasked=unasked):
         raise ConfigError(problems)
     return ReadConfig(filled.config, [*map(without_passwords, (*parsed.notes, *filled.notes))])
 
@@ -141,15 +142,15 @@ def _fill(parsed: Parsed, read_start: ReadStart | None, *, world_size: int | Non
     return Filled(derived.config, start, derived.problems, notes)
 
 
-def _check(parsed: Parsed, filled: Filled, *, needs_files: bool) -> list[str]:
+def _check(parsed: Parsed, filled: Filled, *, unasked: Collection[str]) -> list[str]:
     """Third pass: all complaints, in the order in which they are printed."""
     config, start, own = filled.config, filled.start, parsed.values
     return [
         *parsed.problems,
         *([] if start is None else contradictions(start, _of_start(parsed.settings, own), own)),
         *filled.problems,
-        *broken_rules(config, invalid=parsed.invalid),
-        *(missing_files(config.data) if needs_files else []),
+        *broken_rules(config, invalid={*parsed.invalid, *unasked}),
+        *([] if unasked else missing_files(config.data)),
     ]
 
 

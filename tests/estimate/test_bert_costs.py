@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatronish.config.read import read_config
 from megatronish.config.sections.model import ModelConfig
-from megatronish.estimate.costs.candidate import without_layout
+from megatronish.estimate.costs.candidate import UNASKED, without_layout
 from megatronish.estimate.planner.device_speed import gradient_seconds, product_seconds
 from megatronish.estimate.planner.devices import find_device
 from megatronish.estimate.planner.layer_time import Passes
@@ -53,7 +53,7 @@ def test_flops_of_a_step_are_those_that_torch_counts(no_head: bool) -> None:
 
 def head_of(flags: str, layout: str) -> tuple[Search, Passes]:
     argv = [*BASE.split(), "--lr", "1", "--train-iters", "1", *flags.split()]
-    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
     search = Search(config, Workload.of(config, 30522), find_device("a100-sxm"), 8)
     return search, search.clock.layers.head(read_layout(layout, gpus=8))
 

@@ -4,6 +4,7 @@ import pytest
 from paths import ROOT
 
 from megatronish.config.read import read_config
+from megatronish.estimate.costs.candidate import UNASKED
 from megatronish.estimate.planner.estimators import (
     GIB,
     Cluster,
@@ -55,5 +56,5 @@ def test_the_report_has_both_tables() -> None:
 def test_the_largest_module_is_the_one_with_most_parameters_of_its_own(
     name: str, vocab_size: int, largest: int
 ) -> None:
-    config = read_config(["--config", str(ROOT / f"configs/{name}.toml")], needs_files=False).config
+    config = read_config(["--config", str(ROOT / f"configs/{name}.toml")], unasked=UNASKED).config
     assert largest_module(Workload.of(config, vocab_size)) == largest

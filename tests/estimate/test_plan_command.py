@@ -11,7 +11,8 @@ from sweeps import further
 from megatronish.commands.plan import main, split
 from megatronish.commands.probing import measured_links
 from megatronish.config.check import refuse_unrunnable_plans
-from megatronish.config.read import read_config
+from megatronish.config.read import ConfigError, read_config
+from megatronish.estimate.costs.candidate import UNASKED
 from megatronish.estimate.planner.calibrate import calibrated
 from megatronish.estimate.planner.device_speed import Efficiencies, Links
 from megatronish.estimate.planner.devices import find_device
@@ -46,10 +47,35 @@ def test_the_list_the_explanation_and_the_config_of_a_plan(tmp_path: Path, capsy
         f"--config {path}",
     ):
         assert word in out
-    written = read_config(["--config", str(path)], world_size=16, needs_files=False).config
+    written = read_config(["--config", str(path)], world_size=16, unasked=UNASKED).config
     refuse_unrunnable_plans(written)
     assert written.layout.world_size == 16
     assert written.global_batch_size == 128
+
+
+def test_a_plan_needs_neither_learning_rate_nor_data_and_its_run_asks_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, written = tmp_path / "small.toml", tmp_path / "plan.toml"
+    config.write_text(
+        "[model]\nnum_layers = 4\nhidden_size = 256\nnum_attention_heads = 4\n"
+        "[training]\nseq_length = 512\nglobal_batch_size = 16\n"
+    )
+    words = ("--config", str(config), "--gpus", "4")
+    status, out, _ = plan(*words, "--vocab-size", "50257", "--write", str(written), capsys=capsys)
+    assert status == 0
+    assert "s/step" in out
+    with pytest.raises(ConfigError) as raised:
+        read_config(["--config", str(written)])
+    assert [problem.partition(";")[0] for problem in raised.value.problems] == [
+        "lr is not given",
+        "the length of the run is not given",
+        "no data is given",
+        "tokenizer_type=sentencepiece needs its file",
+    ]
+    status, _, err = plan(*words, capsys=capsys)
+    assert status == 2
+    assert "add --vocab-size" in err
 
 
 def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(

@@ -14,6 +14,7 @@ from megatronish.config.check import refuse_unrunnable_plans
 from megatronish.config.read import read_config
 from megatronish.core.layout import Layout
 from megatronish.data.loader import BatchShare
+from megatronish.estimate.costs.candidate import UNASKED
 from megatronish.launch.place import Place
 from megatronish.parallel.mesh import Mesh
 from megatronish.specs.flops import forward_flops
@@ -72,6 +73,6 @@ def test_a_plan_of_a_t5_is_a_config_that_runs(tmp_path: Path, capsys: pytest.Cap
     words = ["--config", str(config), "--gpus", "16", "--network", "50GB/s", "--write", str(planned), "--explain", "2"]
     assert main(words, program="megatronish plan") == 0
     assert "a step: 512 samples of 640" in capsys.readouterr().out
-    written = read_config(["--config", str(planned)], world_size=16, needs_files=False).config
+    written = read_config(["--config", str(planned)], world_size=16, unasked=UNASKED).config
     refuse_unrunnable_plans(written)
     assert written.layout.world_size == 16 and written.model.has_encoder

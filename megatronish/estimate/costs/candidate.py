@@ -117,6 +117,10 @@ def candidate_of(config: Config) -> Candidate:
     )
 
 
+UNASKED = ("lr", "train_iters", "data_path", "tokenizer_type")
+"""Fields that a run needs, and an estimate does not: how fast it learns, how long, from what."""
+
+
 def config_of(base: Config, candidate: Candidate) -> Config:
     """The config of a run in this layout; batch, model and everything else stay."""
     mesh = candidate.mesh
@@ -143,7 +147,9 @@ def config_of(base: Config, candidate: Candidate) -> Config:
 
 def least_zero(base: Config) -> int:
     """The least stage of ZeRO that the settings allow which no layout changes: offloading and codes need some."""
-    return min((0, 1, 3), key=lambda zero: len(problems(config_of(base, Candidate(MeshSizes(), zero=zero)))))
+    return min(
+        (0, 1, 3), key=lambda zero: len(problems(config_of(base, Candidate(MeshSizes(), zero=zero)), invalid=UNASKED))
+    )
 
 
 def without_layout(base: Config) -> Config:
@@ -153,7 +159,7 @@ def without_layout(base: Config) -> Config:
 
 def complaints(config: Config) -> list[str]:
     """What the project's rules and its simulator of schedules say against a config."""
-    sentences = problems(config)
+    sentences = problems(config, invalid=UNASKED)
     if not sentences:
         try:
             refuse_unrunnable_plans(config)

@@ -72,9 +72,10 @@ def largest_module(work: Workload) -> int:
 
 def deepspeed_report(parameters: int, largest: int, cluster: Cluster) -> str:
     """Both tables as DeepSpeed prints them: GiB on the CPU of a node, GiB on a device, settings."""
+    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     lines = [
         f"DeepSpeed's estimates of model state for {parameters:,} parameters, {largest:,} in the largest module, "
-        f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices; no activations are counted"
+        f"{nodes} of {cluster.gpus_per_node} devices; no activations are counted"
     ]
     for name, rows in (("ZeRO-2", zero2(parameters, cluster)), ("ZeRO-3", zero3(parameters, largest, cluster))):
         lines += ["", f"{name}: GiB a node's CPU | GiB a device | settings"]

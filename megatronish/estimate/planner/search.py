@@ -14,7 +14,7 @@ from megatronish.config.check import problems
 from megatronish.config.config import Config
 from megatronish.core.garbage import uncollected
 from megatronish.core.remembered import remembered
-from megatronish.estimate.costs.candidate import Candidate, MeshSizes, Recompute, config_of, least_zero
+from megatronish.estimate.costs.candidate import UNASKED, Candidate, MeshSizes, Recompute, config_of, least_zero
 from megatronish.estimate.costs.layer_kinds import StageKinds
 from megatronish.estimate.costs.memory import MemoryModel
 from megatronish.estimate.planner.device_speed import Efficiencies, KnownError, known_error, unconfirmed
@@ -171,7 +171,7 @@ class Search:
 
     def is_legal(self, candidate: Candidate) -> bool:
         """Whether the project's own rules accept the layout."""
-        return not problems(config_of(self.config, candidate))
+        return not problems(config_of(self.config, candidate), invalid=UNASKED)
 
     @remembered
     def _sequence_cuts(self, mesh: MeshSizes) -> list[bool]:
