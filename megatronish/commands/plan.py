@@ -45,7 +45,7 @@ class PlanArguments:
     """Plan the layout of a run before a machine is paid for."""
 
     config: str
-    """A config's TOML file, or the name of a shipped one: model and batch. Learning rate, data and the like may be missing."""
+    """A config's TOML file, or the name of a shipped one: model and batch. Learning rate and data may be missing."""
     device: str = "h100-sxm"
     """A device of the table (a100-sxm, h100-sxm, h200, b200, mi300x ...), or a TOML file of one's own."""
     gpus: Annotated[int | None, tyro.conf.arg(aliases=["--world-size"])] = None
