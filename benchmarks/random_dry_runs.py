@@ -22,7 +22,7 @@ from megatronish.config.config import Config  # noqa: E402
 from megatronish.config.read import read_config  # noqa: E402
 from megatronish.dry_run.rank import PlannedRun, run_rank  # noqa: E402
 from megatronish.dry_run.run import with_expected  # noqa: E402
-from megatronish.estimate.costs.candidate import complaints, config_of, without_layout  # noqa: E402
+from megatronish.estimate.costs.candidate import UNASKED, complaints, config_of, without_layout  # noqa: E402
 from megatronish.estimate.planner.devices import find_device  # noqa: E402
 from megatronish.estimate.planner.search import Search  # noqa: E402
 from megatronish.estimate.planner.workload import Workload  # noqa: E402
@@ -48,7 +48,7 @@ def random_configs(seed: int) -> Iterator[tuple[str, Config]]:
         batch = gpus * dice.choice((1, 2, 4, 8))
         argv = ["--config", str(ROOT / "configs" / f"{family}.toml"), "--mock-data", "--vocab-size", str(VOCAB_SIZE)]
         argv += [*FAMILIES[family].split(), *more.split(), "--global-batch-size", str(batch)]
-        config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+        config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
         search = Search(config, Workload.of(config, VOCAB_SIZE), find_device("h100-sxm"), gpus, zero3_in_pipelines=True)
         meshes = list(search.meshes())
         families = list(search.families(dice.choice(meshes))) if meshes else []

@@ -9,7 +9,7 @@ import pytest
 from paths import ROOT
 
 from megatronish.config.read import read_config
-from megatronish.estimate.costs.candidate import config_of
+from megatronish.estimate.costs.candidate import UNASKED, config_of
 from megatronish.estimate.planner.devices import find_device
 from megatronish.estimate.planner.exact import exact_step
 from megatronish.estimate.planner.named_layout import read_layout
@@ -85,7 +85,7 @@ def predicted(row: Published) -> float:
     """Rate at the middle of the interval."""
     flags = f"{row.flags} --vocab-size {row.vocab_size} --seq-length {row.seq_length} --global-batch-size {row.batch}"
     argv = [*flags.split(), *["--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"]]
-    config = read_config(argv, needs_files=False).config
+    config = read_config(argv, unasked=UNASKED).config
     search = Search(config, Workload.of(config, row.vocab_size), find_device(row.device), row.gpus)
     candidate = read_layout(row.layout, gpus=row.gpus)
     stages = search.stages(candidate)

@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
-from megatronish.estimate.costs.candidate import config_of, without_layout
+from megatronish.estimate.costs.candidate import UNASKED, config_of, without_layout
 from megatronish.estimate.costs.node_traffic import NodeTraffic, groups_of_axes, node_traffic, part_outside
 from megatronish.estimate.costs.parameters import num_parameters
 from megatronish.estimate.planner.named_layout import read_layout
@@ -59,7 +59,7 @@ def test_groups_are_those_of_the_mesh(flags: str) -> None:
 def llama(layout: str, gpus: int = 16, node: int = 8) -> tuple[NodeTraffic, int, int]:
     """Traffic of Llama 3 8B, its parameters, and micro-batches of a step."""
     argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml")]
-    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
     candidate = read_layout(layout, gpus=gpus)
     run = config_of(config, candidate)
     stages = Stages.of(run.parallel, run.model, vocab_size=128256, seq_length=8192)

@@ -11,6 +11,7 @@ from paths import ROOT
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
 from megatronish.estimate import room
+from megatronish.estimate.costs.candidate import UNASKED
 from megatronish.estimate.links import facts
 from megatronish.estimate.room import RankRoom, sentence
 from megatronish.train import setup
@@ -22,7 +23,7 @@ HUGE = "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden
 
 
 def config_of(flags: str) -> Config:
-    return read_config(shlex.split(flags), needs_files=False).config
+    return read_config(shlex.split(flags), unasked=UNASKED).config
 
 
 def said_of(flags: str, found: RankRoom) -> str | None:

@@ -7,7 +7,7 @@ from paths import ROOT
 
 from megatronish.config.config import Config
 from megatronish.config.read import read_config
-from megatronish.estimate.costs.candidate import config_of, without_layout
+from megatronish.estimate.costs.candidate import UNASKED, config_of, without_layout
 from megatronish.estimate.costs.step_traffic import TrafficKey
 from megatronish.estimate.costs.traffic import expected_traffic
 from megatronish.estimate.planner.device_speed import Efficiencies, reservations
@@ -26,7 +26,7 @@ CHAT = "--dataset-type chat --data-path x.jsonl --load x"
 
 def step_of(layout: str, flags: str = "", *, gpus: int = 8, name: str = "llama-8b-8gpu") -> StepSeconds:
     argv = ["--config", str(ROOT / f"configs/{name}.toml"), *flags.split()]
-    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
     device = find_device("a100-sxm" if name == "gpt3-175b" else "h100-sxm")
     search = Search(config, Workload.of(config, 128256), device, gpus)
     candidate = read_layout(layout, gpus=gpus)
@@ -80,7 +80,7 @@ def test_muon_has_products_of_its_own_that_ranks_share_out() -> None:
 def test_what_no_measured_step_confirms_is_said() -> None:
     def said(flags: str) -> str:
         argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), *flags.split()]
-        config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+        config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
         return " ".join(reservations(config))
 
     assert said("") == ""
@@ -116,7 +116,7 @@ def test_ranks_of_a_node_share_its_disk() -> None:
 def test_cp_takes_as_long_as_the_bytes_that_the_engine_sends(kind: str, recompute: str) -> None:
     """Those of a dry run, with sums of gradients in fp32 and repeated heads; here without latency."""
     argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), "--cp-comm-type", kind]
-    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
     work, device = Workload.of(config, 128256), replace(find_device("h100-sxm"), latency_us=1e-9)
     candidate = read_layout(f"tp=2,cp=4,recompute={recompute},zero=1", gpus=8)
     layers = Search(config, work, device, 8).clock.layers
@@ -169,7 +169,7 @@ def test_a_softmax_of_many_operations_takes_longer_to_launch_and_to_compute() ->
 def passes_of(layout: str, flags: str) -> Passes:
     """Times of a layer, of which the model has but one kind."""
     argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), *flags.split()]
-    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
     search = Search(config, Workload.of(config, 128256), find_device("h100-sxm"), 8)
     (passes,) = search.clock.of_kinds(read_layout(layout, gpus=8))[0].values()
     return passes
@@ -182,7 +182,7 @@ def test_tp_takes_as_long_as_the_bytes_that_the_layers_of_the_engine_send(layout
     candidate, sent, planned = read_layout(layout, gpus=8), list[float](), 0.0
     for num_layers in (2, 4):
         argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), "--num-layers", str(num_layers), *flags.split()]
-        config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+        config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
         work, device = Workload.of(config, 128256), replace(find_device("h100-sxm"), latency_us=1e-9)
         layers, run = Search(config, work, device, 8).clock.layers, config_of(config, candidate)
         passes = layers.passes(work.kinds[0], candidate)
@@ -205,7 +205,7 @@ def test_tp_takes_as_long_as_the_bytes_that_the_layers_of_the_engine_send(layout
 def test_experts_take_as_long_as_the_bytes_that_the_engine_sends(layout: str, room: str) -> None:
     """Rows over ep as the room has them; over etp tokens, with their few weights; here without latency."""
     argv = ["--config", str(ROOT / "configs/llama-8b-8gpu.toml"), *f"--num-experts 8 {room}".split()]
-    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
     work, device = Workload.of(config, 128256), replace(find_device("h100-sxm"), latency_us=1e-9)
     candidate = read_layout(f"{layout},zero=1", gpus=8, has_experts=True)
     run, layers, (ep, etp) = (

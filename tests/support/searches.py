@@ -10,7 +10,7 @@ from typing import NamedTuple
 from paths import ROOT
 
 from megatronish.config.read import read_config
-from megatronish.estimate.costs.candidate import without_layout
+from megatronish.estimate.costs.candidate import UNASKED, without_layout
 from megatronish.estimate.planner.devices import find_device
 from megatronish.estimate.planner.search import Search, SearchResult
 from megatronish.estimate.planner.workload import Workload
@@ -36,7 +36,7 @@ def search_of(name: str, *flags: str, gpus: int | None = None) -> Search:
     """A search that has not begun."""
     number, device, vocab_size = CASES[name]
     argv = ["--config", str(ROOT / f"configs/{name}.toml"), "--vocab-size", str(vocab_size), *flags]
-    config = read_config(argv, needs_files=False, settle_layout=without_layout).config
+    config = read_config(argv, unasked=UNASKED, settle_layout=without_layout).config
     return Search(config, Workload.of(config, vocab_size), find_device(device), gpus or number)
 
 
