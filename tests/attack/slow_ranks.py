@@ -15,14 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jobs
 from jobs import run_job, tiny
 from results import Result, publish
 
 from megatronish.engine.engine import Engine
 
 LAYOUTS = {"--dp 2": 1, "--tp 2": 0, "--dp 4": 2, "--tp 2 --pp 2": 3, "--dp 2 --zero-stage 1": 0, "--cp 2": 1}
-WITHIN = 40
+WITHIN, LIMIT = 40, 300.0
 USUAL = 0.1
 """Seconds that every rank takes in a step: far more than the noise of a busy machine."""
 SHORT = 0.03
@@ -50,7 +49,8 @@ def attack(layout: str, rank: int | None, since: int, steps: int) -> list[tuple[
     """Ranks that were named: which, since when by the report, and the step before the report."""
     with tempfile.TemporaryDirectory(prefix="slow-") as name:
         argv = tiny(Path(name) / "run", f"{layout} --train-iters {steps} --log-interval 1")
-        ended = run_job(argv, Path(name), plant=plant, plant_args=(rank, since, SHORT if rank is None else USUAL))
+        sleeps = (rank, since, SHORT if rank is None else USUAL)
+        ended = run_job(argv, Path(name), seconds=LIMIT, plant=plant, plant_args=sleeps)
     assert ended.status == 0, ended
     named, last = [], 0
     for line in ended.output.splitlines():
@@ -68,7 +68,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000, help="of the runs without a slow rank, together")
     parser.add_argument("layouts", nargs="*")
     args = parser.parse_args()
-    jobs.SECONDS = 300.0
     numbers, failed, latest = random.Random(args.seed), 0, 0
     layouts = {each: rank for each, rank in LAYOUTS.items() if not args.layouts or each in args.layouts}
     for layout, rank in layouts.items():

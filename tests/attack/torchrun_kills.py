@@ -68,7 +68,7 @@ def attack(kills: int, folder: Path) -> tuple[int, list[float]]:
         if agent.wait(LIMIT * 2) != 0:
             failed += 1
             print((folder / "errors").read_text()[-3000:])
-    calm = run_job(tiny(folder / "calm", f"{flags} --dp {RANKS}"), folder)
+    calm = run_job(tiny(folder / "calm", f"{flags} --dp {RANKS}"), folder, seconds=LIMIT * 2)
     assert calm.status == 0, calm.errors
     differs = steps_of(run) != steps_of(folder / "calm")
     return failed + differs, seconds

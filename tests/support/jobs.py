@@ -226,10 +226,10 @@ def started(
         process.join()
 
 
-def run_job(argv: Sequence[str], folder: Path, **options: Any) -> Finished:
-    """`main(ARGV)` from start to end; for `options` see `started`."""
+def run_job(argv: Sequence[str], folder: Path, *, seconds: float = SECONDS, **options: Any) -> Finished:
+    """`main(ARGV)` from start to end, in so many seconds at most; for `options` see `started`."""
     with started(argv, folder, **options) as job:
-        status = job.wait()
+        status = job.wait(seconds)
         assert job.is_gone()
         return Finished(status, job.output, job.errors)
 
