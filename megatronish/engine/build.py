@@ -11,8 +11,8 @@ OuterOptimizer      over the same ones, every few steps, with --outer-optimizer
 build_executor      the loop over the actions of a plan
 with_graphs         with --cuda-graph, the replay of micro-batches around it
 
-What changes the modules of a stage (`linear.set_products` for another matrix product) belongs between build_stage and
-freeze.
+What changes the modules of a stage belongs between build_stage and freeze: `linear.set_products`, for a matrix product
+in another precision, would.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ from megatronish.objectives.objective import CausalLM, LogitsObjective
 from megatronish.objectives.pairs import AnyObjective, PairObjective
 from megatronish.objectives.table import objective_of
 from megatronish.ops.gradient_sum import sums_unrounded
-from megatronish.optim.loss_scale import LossSpikes, loss_scale_of
+from megatronish.optim.loss_scale import NormSpikes, loss_scale_of
 from megatronish.optim.optimizer import Optimizer
 from megatronish.optim.outer import OuterOptimizer, OuterSettings
 from megatronish.parallel.data_parallel.coded_weights import refuse_odd_rows
@@ -218,7 +218,7 @@ def place_weight_gradients(
 def rule_of(config: Config) -> UpdateRule:
     """What becomes of a gradient before the optimizer."""
     training = config.training
-    spikes = LossSpikes(config.resilience.skip_loss_spikes)
+    spikes = NormSpikes(config.resilience.skip_loss_spikes)
     return UpdateRule(
         loss_scale_of(training), config.optimizer.clip_grad, training.check_for_nan_in_loss_and_grad, spikes
     )

@@ -12,7 +12,7 @@ import torch
 from megatronish.engine.balancing import Balancing
 from megatronish.engine.forward import Preparation, on_rank, weight_of, with_factors
 from megatronish.engine.qk_clip import QKClip
-from megatronish.engine.results import GradientArrivals, StepResult, Totals, UpdateRule, Votes, no_votes, reduce_sums
+from megatronish.engine.results import GradientArrivals, StepResult, StepSums, UpdateRule, Votes, no_votes, reduce_sums
 from megatronish.model.batch import MicroBatch
 from megatronish.objectives.objective import LOSS, metrics_of
 from megatronish.objectives.pairs import AnyObjective
@@ -97,51 +97,52 @@ class Engine:
     def gradients(
         self, micro_batches: Sequence[MicroBatch], *, num_steps_done: int, votes: Votes = no_votes, pads: bool = True
     ) -> StepResult:
-        """Forward and backward: each data rank then has its part of the gradient of loss scale x loss / weight."""
+        """All but the update: the gradient of loss scale x loss / weight, summed (of ZeRO a part on each rank)."""
         mesh, names, shapes = self.mesh, self.objective.names, self.balancing.shapes
         weight, scale = weight_of(micro_batches, self.objective, mesh), self.rule.loss_scale.scale
         local = with_factors(self._local(micro_batches, num_depths=self.stage.model.num_depths), mesh)
+        # 1. Forward and backward by the plan of this stage; the reduction of gradients starts meanwhile.
         self.data_parallel.zero()
         self.qk_clip.begin()
         num_sequences = mesh.dp.size * sum(len(batch.tokens) for batch in micro_batches)
-        length, factor = micro_batches[0].tokens.shape[1], scale / max(weight, 1)
-        actions, begin = self.stage.stages.actions(mesh.pp.rank, len(micro_batches)), self.data_parallel.begin_action
+        length, gradient = micro_batches[0].tokens.shape[1], scale / max(weight, 1)
+        plan, begin = self.stage.stages.actions(mesh.pp.rank, len(micro_batches)), self.data_parallel.begin_action
         with self.balancing.of_step(num_sequences, seq_length=length, loss_scale=scale, pads=pads):
             sums = self.executor.run(
-                actions, local, step=num_steps_done, loss_scale=factor, begin_action=begin, observers=self.observers
+                plan, local, step=num_steps_done, loss_gradient=gradient, begin_action=begin, observers=self.observers
             )
+        # 2. The rest of the reduction, and what all ranks see of the step.
         self.arrivals.check(mesh.checkpoint_axis)
         if self.meets_stages:
             meet_stages(mesh)
         self.data_parallel.finish_reduction()
         norm = global_norm(self.data_parallel.counted_gradients(), mesh.domains, pp=mesh.pp, device=mesh.device)
         numbers = votes()
-        totals = reduce_sums(sums, numbers, norm, weight=weight, objective=names, model=shapes, mesh=mesh)
-        if self.balancing.lacked_room(totals.model):  # all is computed again, with as many rows of experts as there are
+        reduced = reduce_sums(sums, numbers, norm, weight=weight, objective=names, model=shapes, mesh=mesh)
+        if self.balancing.lacked_room(reduced.model):  # all is computed again, with as many rows as there are
             return self.gradients(micro_batches, num_steps_done=num_steps_done, votes=lambda: numbers, pads=False)
-        metrics = metrics_of(self.objective, totals.objective, weight=totals.weight)
-        metrics |= self.balancing.metrics(totals.model, num_sequences=mesh.islands.size * num_sequences)
+        metrics = metrics_of(self.objective, reduced.objective, weight=reduced.weight)
+        metrics |= self.balancing.metrics(reduced.model, num_sequences=mesh.islands.size * num_sequences)
         metrics |= self.qk_clip.metrics(mesh)
-        grad_norm = totals.mean_norm / scale
-        origin = self.balancing.not_finite(sums, totals.model, mesh)
+        # 3. Is it finite, and does it count?
+        grad_norm = reduced.mean_norm / scale
+        origin = self.balancing.not_finite(sums, reduced.model, mesh)
         self.rule.refuse_not_finite(metrics[LOSS], grad_norm, step=num_steps_done + 1, origin=origin)
         skipped = self.rule.skips(grad_norm, step=num_steps_done + 1)
-        self.island_norm, load = totals.norm / scale, self.balancing.load(totals.model)
-        return StepResult(metrics, grad_norm, totals.weight, scale, skipped, totals.votes, load)
+        self.island_norm, load = reduced.norm / scale, self.balancing.load(reduced.model)
+        return StepResult(metrics, grad_norm, reduced.weight, scale, skipped, reduced.votes, load)
 
     def clip(self, grad_norm: float) -> float:
         """Take the loss scale out of the gradient, and shorten it if it is too long; what the optimizer divides by."""
         return self.rule.shorten(grad_norm, self.data_parallel, self.optimizer)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Totals:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepSums:
         """The objective's sums over all ranks, and what divides them; no dropout, nothing is updated."""
-        actions = self.stage.stages.actions(self.mesh.pp.rank, len(micro_batches))
-        forwards = [action for action in actions if action.kind == "F"]
-        sums = self.executor.run(forwards, self._local(micro_batches), step=None)
+        plan = self.stage.stages.actions(self.mesh.pp.rank, len(micro_batches))
+        sums = self.executor.run([each for each in plan if each.kind == "F"], self._local(micro_batches), step=None)
         weight = weight_of(micro_batches, self.objective, self.mesh)
-        totals = reduce_sums(sums, {}, weight=weight, objective=self.objective.names, model={}, mesh=self.mesh)
-        return Totals(totals.objective, totals.weight)
+        return reduce_sums(sums, {}, weight=weight, objective=self.objective.names, model={}, mesh=self.mesh)
 
     def _local(self, micro_batches: Sequence[MicroBatch], *, num_depths: int = 0) -> list[MicroBatch]:
         """What this cp rank holds of whole sequences, prepared for the objective."""

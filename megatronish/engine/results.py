@@ -1,4 +1,4 @@
-"""Results of a step: the one all-reduce of one vector over all ranks that sums them, and the checks that may refuse it.
+"""Results of a step: one all-reduce of one vector sums them over all ranks, and checks may refuse the step.
 
 The update rule decides what becomes of a gradient between its reduction and the optimizer.
 
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from megatronish.core.errors import RunError
 from megatronish.engine.balancing import ExpertLoad
 from megatronish.objectives.objective import LOSS
-from megatronish.optim.loss_scale import LossScale, LossSpikes
+from megatronish.optim.loss_scale import LossScale, NormSpikes
 from megatronish.optim.optimizer import Optimizer
 from megatronish.parallel import comm
 from megatronish.parallel.all_or_none import all_or_none
@@ -49,8 +49,8 @@ class StepResult(NamedTuple):
     """What a step showed, the same on every rank.
 
     `metrics` are the means of the objective's sums, "loss" among them. `loss_scale` is what the loss was multiplied by;
-    `skipped` says that the gradient overflowed and changed nothing. `votes` are summed over all ranks. Of several
-    islands (DiLoCo) `grad_norm` is the mean.
+    `skipped` says that the gradient changed nothing, as it overflowed or was far longer than usual
+    (--skip-loss-spikes). `votes` are summed over all ranks. Of several islands (DiLoCo) `grad_norm` is the mean.
     """
 
     metrics: Mapping[str, float]
@@ -68,15 +68,8 @@ class StepResult(NamedTuple):
         return self.metrics[LOSS]
 
 
-class Totals(NamedTuple):
-    """Sums of an objective over some micro-batches and all ranks, and what they are to be divided by."""
-
-    sums: Mapping[str, float]
-    weight: int
-
-
 class StepSums(NamedTuple):
-    """Sums of a step over all ranks: the objective's, those of the model's layers, and the votes of hooks.
+    """Sums of a step or an evaluation over all ranks: the objective's, those of the model's layers, and hooks' votes.
 
     `weight` is what divides the objective's. `norm` is that of the gradient of this rank's island, and `mean_norm` the
     mean of those of all islands; without islands it is the same.
@@ -127,12 +120,12 @@ def reduce_sums(
 
 
 class UpdateRule(NamedTuple):
-    """Loss scale, clipping, and the check for what is not finite."""
+    """Loss scale, clipping, steps that are skipped, and the check for what is not finite."""
 
     loss_scale: LossScale
     clip_grad: float
     check_finite: bool
-    spikes: LossSpikes
+    spikes: NormSpikes
 
     def factor(self, grad_norm: float) -> float:
         """What the gradient is multiplied by: it takes the loss scale out, and shortens what is above `clip_grad`."""

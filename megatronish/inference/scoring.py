@@ -232,7 +232,7 @@ def measure(
             parts = [range(part.start, min(part.stop, len(windows))) for part in parts]
         batches = [collate([windows.sample(number) for number in part], part) for part in parts]
         totals = engine.evaluate(batches)
-        nats, count = nats + totals.sums[LOSS], count + totals.weight
+        nats, count = nats + totals.objective[LOSS], count + totals.weight
         on_progress(num_windows)
     assert count == windows.num_predictions, f"{count} of {windows.num_predictions} predictions were counted"
     return Perplexity(count, nats, num_bytes)

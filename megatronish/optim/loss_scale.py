@@ -125,7 +125,7 @@ FEWEST = 20  # norms before which nothing is left out
 MOST_IN_A_ROW = 3
 
 
-class LossSpikes:
+class NormSpikes:
     """Rule for the steps to be left out, with the gradient norms of the last steps; without a factor, none is."""
 
     def __init__(self, factor: float | None) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from megatronish.checkpoint.folder import STATE, find_checkpoint
 from megatronish.config.config import Config
-from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.dump import resolved, write_toml
+from megatronish.config.vocabulary_size import vocabulary_of_files
 from megatronish.core.aside import Aside
 from megatronish.core.errors import RunError, without_passwords
 from megatronish.core.figures import no_matplotlib

@@ -104,4 +104,4 @@ def _shape_of_rows(engine: Engine) -> Shape:
 def evaluated(engine: Engine, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
     """The sum of the losses of an evaluation, and what divides it."""
     totals = engine.evaluate(micro_batches)
-    return totals.sums["loss"], totals.weight
+    return totals.objective["loss"], totals.weight

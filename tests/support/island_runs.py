@@ -72,7 +72,7 @@ def train_islands(place: Place, problem: Problem, spread: Spread, *, checks: boo
     return IslandRecord(
         losses=[result.loss for result in results],
         grad_norms=[result.grad_norm for result in results],
-        evaluation=totals.sums["loss"] / totals.weight,
+        evaluation=totals.objective["loss"] / totals.weight,
         islands={mesh.islands.rank: island},
         outer=parts(engine, outer),
         momentum=parts(engine, momentum),
@@ -119,7 +119,7 @@ def serial_islands(problem: Problem, num_islands: int) -> IslandRecord:
             for loss, weight in zip(losses, weights, strict=True)
         ],
         grad_norms=[sum(result.grad_norm for result in step) / num_islands for step in results],
-        evaluation=sum(each.sums["loss"] for each in totals) / sum(each.weight for each in totals),
+        evaluation=sum(each.objective["loss"] for each in totals) / sum(each.weight for each in totals),
         islands=islands,
         outer=parts(engines[0], {name: outer.float() for name, outer in theta.items()}),
         momentum=parts(engines[0], {name: moved.float() for name, moved in momentum.items()}),

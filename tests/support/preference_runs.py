@@ -166,5 +166,5 @@ def one_step(place: Place, case: Case, spread: Spread, folder: str) -> Seen:
     evaluation = engine.evaluate(batches)
     result = engine.gradients(batches, num_steps_done=1)
     gradients = gradients_of(engine)
-    loss = evaluation.sums["loss"] / evaluation.weight
+    loss = evaluation.objective["loss"] / evaluation.weight
     return Seen(dict(result.metrics), result.grad_norm, result.num_loss_tokens, gradients, loss)

@@ -12,8 +12,8 @@ import tokenizers
 from chat_tokenizers import byte_level
 from tokenizers import pre_tokenizers
 
-from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.sections.data import DataConfig
+from megatronish.config.vocabulary_size import vocabulary_of_files
 from megatronish.core.errors import UserError
 from megatronish.formats import tokenizer_files
 from megatronish.inference.text_stream import TextStream

@@ -13,8 +13,8 @@ import pytest
 import tokenizers
 from paths import ROOT
 
-from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.sections.data import DataConfig
+from megatronish.config.vocabulary_size import vocabulary_of_files
 from megatronish.core.errors import UserError
 from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.tiktoken_file import PATTERNS

@@ -12,8 +12,8 @@ from scripts import run_script
 
 from megatronish.commands import train_tokenizer
 from megatronish.commands.collect_corpus import sources
-from megatronish.config.defaults import vocabulary_of_files
 from megatronish.config.sections.data import DataConfig
+from megatronish.config.vocabulary_size import vocabulary_of_files
 from megatronish.core.errors import UserError
 from megatronish.tokenizer.build import build_tokenizer
 from megatronish.tokenizer.hugging_face import HuggingFaceTokenizer

@@ -18,7 +18,7 @@ from megatronish.engine.engine import Engine
 from megatronish.engine.nan_origin import find_origin
 from megatronish.engine.results import NotFiniteError
 from megatronish.launch.place import Place
-from megatronish.optim.loss_scale import FEWEST, LossSpikes
+from megatronish.optim.loss_scale import FEWEST, NormSpikes
 from megatronish.optim.optimizer import Optimizer
 from megatronish.train import trainer as trainer_module
 from megatronish.train.hooks.replicas import _hash, copies_of, differences
@@ -234,7 +234,7 @@ def test_the_first_module_that_makes_a_number_not_finite_is_named(fault: Fault) 
 
 
 def test_a_gradient_far_longer_than_usual_is_left_out_but_not_four_times() -> None:
-    rule, resumed = LossSpikes(5.0), LossSpikes(5.0)
+    rule, resumed = NormSpikes(5.0), NormSpikes(5.0)
     assert not any(rule.skips(norm, step=1) for norm in (100.0, *[1.0] * FEWEST))  # too few to know the usual
     assert not rule.skips(4.9, step=2) and rule.skips(5.1, step=3)
     resumed.load(rule.state())
@@ -242,7 +242,7 @@ def test_a_gradient_far_longer_than_usual_is_left_out_but_not_four_times() -> No
         assert each.skips(1e9, step=4) and each.skips(6.0, step=5)
         with pytest.raises(RunError, match="above 5 times the median 1, as it was in the 3 steps before"):
             each.skips(7.0, step=6)
-    assert LossSpikes(None).state() == {} and not LossSpikes(None).skips(1e30, step=1)
+    assert NormSpikes(None).state() == {} and not NormSpikes(None).skips(1e30, step=1)
 
 
 def spoil_rank_one_which_is_slow_to_fail() -> None:

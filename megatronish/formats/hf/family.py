@@ -1,7 +1,8 @@
 """Families of Hugging Face models: the record of a family, a `model_type` of transformers.
 
 A family is one file, or a part of that of its ancestors: the keys of its config.json, and its tensors as rules between
-the names and shapes of transformers and ours. RoPE turns the two halves of a head in all families, as here.
+the names and shapes of transformers and ours. RoPE turns the two halves of a head, as here, or neighbours with
+`rotary_interleaved`.
 
 `ConfigJson` reads config.json: its keys by type, and the errors about them.
 """

@@ -55,10 +55,10 @@ class MicroBatchGraph:
         """Whether a micro-batch has the shapes of the buffers."""
         return self._batch.shapes == batch.shapes
 
-    def run(self, batch: MicroBatch, *, loss_scale: float) -> Mapping[str, Tensor]:
+    def run(self, batch: MicroBatch, *, loss_gradient: float) -> Mapping[str, Tensor]:
         """Add the gradients of a micro-batch. The sums are buffers, which the next run overwrites."""
         self._batch.copy_(batch)
-        self._loss_gradient.fill_(loss_scale)
+        self._loss_gradient.fill_(loss_gradient)
         self._replay()
         return self._sums
 
@@ -83,7 +83,7 @@ class ReplayingExecutor:
         micro_batches: Sequence[MicroBatch],
         *,
         step: int | None,
-        loss_scale: float = 1.0,
+        loss_gradient: float = 1.0,
         begin_action: Callable[[Action, bool], None] = lambda _action, _is_last: None,
         observers: Sequence[Observer] = (),
     ) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ class ReplayingExecutor:
                 actions,
                 micro_batches,
                 step=step,
-                loss_scale=loss_scale,
+                loss_gradient=loss_gradient,
                 begin_action=begin_action,
                 observers=observers,
             )
@@ -107,11 +107,11 @@ class ReplayingExecutor:
 
             if not self._is_replayed(number, end=end, batch=batch):
                 plan = [Action("F", 0, 0), Action("B", 0, 0)]
-                sums = self.executor.run(plan, [batch], step=step, loss_scale=loss_scale, begin_action=begin)
+                sums = self.executor.run(plan, [batch], step=step, loss_gradient=loss_gradient, begin_action=begin)
             else:
                 # Nothing of a replay is sent, so nothing in it is final either: `finish_reduction` sends what is left.
                 begin_action(Action("B", 0, number), False)
-                sums = dict(self._graph_of(batch).run(batch, loss_scale=loss_scale))
+                sums = dict(self._graph_of(batch).run(batch, loss_gradient=loss_gradient))
             for name, value in sums.items():
                 add_sum(totals, name, value)
         return totals

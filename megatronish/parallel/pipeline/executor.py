@@ -159,7 +159,7 @@ class SavedForward(NamedTuple):
 
     x: Tensor | None
     output: GradientEdge | None
-    loss_gradient: Tensor | None
+    gradient: Tensor | None
 
 
 Observer = Callable[[Action, float, float], None]
@@ -212,34 +212,35 @@ class Executor:
         other.chunks, other._forwards, other._handed_over = chunks, {}, {}
         return other
 
-    # Each turn of the loop frees what it can before the next one waits for its input, which may take long.
-    # A plan without B (evaluation, generation) saves nothing for a backward; one with W defers weight gradients. The
-    # last action of each kind in a chunk is the one that makes gradients final.
     def run(
         self,
         actions: Sequence[Action],
         micro_batches: Sequence[MicroBatch],
         *,
         step: int | None,
-        loss_scale: float = 1.0,
+        loss_gradient: float = 1.0,
         begin_action: Callable[[Action, bool], None] = _ignore,
         on_model_output: Callable[[int, Tensor], None] = _drop,
         observers: Sequence[Observer] = (),
     ) -> dict[str, Tensor]:
         """Execute the actions; return the sums of this rank's chunks over the micro-batches by name, fp32 or integers.
 
-        Backward starts from `loss_scale` times the output of the last position. `step` None means evaluation.
+        Backward starts from the output of the last position, whose gradient is `loss_gradient`. `step` None means
+        evaluation.
         `begin_action` is called before each action, with whether it is the last one of its kind in its chunk.
         `on_model_output` is called with the number of each micro-batch and its output of the last position, without a
         graph, on the stage that holds this position.
         """
         totals: dict[str, Tensor] = {}
         shapes = [self.boundary.shape_of(micro_batch) for micro_batch in micro_batches]
+        # The last action of each kind in a chunk is the one that makes gradients final.
         last = {(action.kind, action.chunk): action for action in actions}
+        # A plan without B (evaluation, generation) saves nothing for a backward; one with W defers weight gradients.
         training = any(action.kind == "B" for action in actions)
         splits = any(action.kind == "W" for action in actions)
         assert not training or splits == (self.weight_gradients is not None), "a plan has W if its backward is split"
         self.peak_live = 0
+        # Each turn of the loop frees what it can before the next one waits for its input, which may take long.
         for i, action in enumerate(actions):
             self.record.action = action
             # 1. Post the receives of this action and of those just ahead, so that tensors arrive in the meantime.
@@ -253,7 +254,7 @@ class Executor:
             output: Tensor | None = None
             if action.kind == "F":
                 micro_batch = micro_batches[action.micro_batch]
-                output = self._forward(action, arrived, micro_batch, step, loss_scale if training else None, totals)
+                output = self._forward(action, arrived, micro_batch, step, loss_gradient if training else None, totals)
             elif action.kind == "B":
                 output = self._backward(action, arrived)
             else:
@@ -282,22 +283,22 @@ class Executor:
         x: Tensor | None,
         micro_batch: MicroBatch,
         step: int | None,
-        loss_scale: float | None,
+        loss_gradient: float | None,
         totals: dict[str, Tensor],
     ) -> Tensor:
-        """The chunk's output; its sums are added to `totals`. `loss_scale` None saves nothing for a backward."""
+        """The chunk's output; its sums are added to `totals`. `loss_gradient` None saves nothing for a backward."""
         # A leaf of this chunk's graph: its gradient is what the position before needs.
         if x is not None:
-            x.requires_grad_(loss_scale is not None)
+            x.requires_grad_(loss_gradient is not None)
         y, sums = self.chunks[action.chunk](x, micro_batch, step=step)
         for name, value in sums.items():
             add_sum(totals, name, value)
-        # At the end of the model backward starts from the scale itself, elsewhere from the gradient that arrives. Only
+        # At the end of the model backward starts from this gradient, elsewhere from the one that arrives. Only
         # a first position whose parameters are all frozen has no edge: any other has an input that needs a gradient.
-        if loss_scale is not None:
-            loss_gradient = y.new_full((), loss_scale) if self._target(action) is None else None
+        if loss_gradient is not None:
+            gradient = y.new_full((), loss_gradient) if self._target(action) is None else None
             edge = get_gradient_edge(y) if y.requires_grad else None
-            self._forwards[_place_in(action)] = SavedForward(x, edge, loss_gradient)
+            self._forwards[_place_in(action)] = SavedForward(x, edge, gradient)
         return y.detach()
 
     def _backward(self, action: Action, dy: Tensor | None) -> Tensor | None:
@@ -305,10 +306,10 @@ class Executor:
         # The queue of this backward is opened also where it defers nothing, so that its W action finds it.
         if self.weight_gradients is not None:
             self.weight_gradients.fill(chunk=action.chunk, micro_batch=action.micro_batch)
-        x, output, loss_gradient = self._forwards.pop(_place_in(action))
+        x, output, gradient = self._forwards.pop(_place_in(action))
         # The popped record was the last to hold the input: it is freed once its gradient has been sent.
         if output is not None:
-            torch.autograd.backward((output,), (dy if loss_gradient is None else loss_gradient,))
+            torch.autograd.backward((output,), (dy if gradient is None else gradient,))
         return None if x is None else x.grad
 
     def _post(self, action: Action, shape: Shape) -> None:

@@ -27,7 +27,7 @@ def mean_metrics(engine: Engine, batch_of: BatchOf, num_batches: int) -> tuple[M
     with outer_parameters(engine):
         for i in range(num_batches):
             totals = engine.evaluate(batch_of(i))
-            total.update(totals.sums)
+            total.update(totals.objective)
             weight += totals.weight
     return metrics_of(engine.objective, total, weight=weight), weight
 

@@ -204,7 +204,7 @@ def carry_out(mesh: Mesh, case: Case, training: bool, repeats: int, *, same_over
             if training:
                 micro_batches = batches(case.num_microbatches)
                 sums = executor.run(
-                    actions, micro_batches, step=5, loss_scale=LOSS_SCALE, begin_action=note, observers=[record]
+                    actions, micro_batches, step=5, loss_gradient=LOSS_SCALE, begin_action=note, observers=[record]
                 )
             else:
                 forwards = [action for action in actions if action.kind == "F"]

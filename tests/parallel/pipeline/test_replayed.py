@@ -113,7 +113,7 @@ def test_a_graph_reads_its_buffers_and_its_sums_are_read_after_it() -> None:
     expected = 0.0
     for number in range(3):
         batch = micro_batch(number)
-        assert float(graph.run(batch, loss_scale=0.5)["loss"]) == float(batch.tokens.sum())
+        assert float(graph.run(batch, loss_gradient=0.5)["loss"]) == float(batch.tokens.sum())
         expected += 0.5 * float(batch.tokens.sum())
         assert float(weight.grad) == expected  # type: ignore[arg-type]
     assert len(set(seen)) == 1 and seen[0][0] != first.tokens.data_ptr()
