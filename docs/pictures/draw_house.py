@@ -15,8 +15,9 @@ GROUPS = {
         "dry_run": "without a GPU",
         "verify": "compare",
     },
-    "a run": {"train": "loop, hooks", "report": "lines, pages", "checkpoint": "any layout", "formats": "Hugging Face"},
+    "a run": {"train": "loop, hooks", "report": "lines, pages"},
     "one step": {"engine": "one update", "optim": "AdamW, Muon", "data": "samples"},
+    "files": {"checkpoint": "in any layout", "formats": "Hugging Face, Megatron-LM"},
     "before a run": {"estimate": "time and memory of a layout, the planner"},
     "on many ranks": {"parallel": "mesh, collectives, sharding, schedules, pipeline, ZeRO"},
     "what is computed": {

@@ -4,8 +4,8 @@ build_stage         the modules of this rank's stage (parallel/pipeline/stage.py
 with_adapters       adapters of its linear layers; with --quantize-base the layers themselves in 4 bits
 freeze              which parameters learn
 make_data_parallel  parameters and gradients over the data ranks, as the ZeRO stage says, and their initial values
-split_backward      weight gradients deferred to W actions, where the schedule has them
 add_in_place        weight gradients added to the sums of a step by the layers themselves
+split_backward      weight gradients deferred to W actions, where the schedule has them
 Optimizer           over the fp32 masters that this rank keeps
 OuterOptimizer      over the same ones, every few steps, with --outer-optimizer
 build_executor      the loop over the actions of a plan

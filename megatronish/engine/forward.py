@@ -122,7 +122,7 @@ class PairPreparation:
         return [_with(batch, of_step=numbers) for batch in prepared]
 
     def _numbers(self, batches: Sequence[MicroBatch]) -> StepNumbers:
-        """Means over the pairs of all data ranks; cp and tp ranks have the same pairs. The host waits once."""
+        """Means over the pairs of all dp ranks; cp and tp ranks have the same pairs. The host waits once."""
         pairs = [_pairs(each) for each in batches]
         # Lengths of chosen, the same with their prompts, log-ratios; at last how many pairs there are.
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
@@ -198,7 +198,7 @@ def on_rank(micro_batches: Sequence[MicroBatch], mesh: Mesh, *, num_depths: int 
 
 
 def weight_of(micro_batches: Sequence[MicroBatch], objective: AnyObjective, mesh: Mesh) -> int:
-    """The divisor of the step's sums, over the data ranks of an island. It is counted and summed on the CPU.
+    """The divisor of the step's sums, over the dp ranks of an island. It is counted and summed on the CPU.
 
     cp ranks have the same whole sequences, so only those of dp add up.
     """

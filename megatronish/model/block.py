@@ -78,7 +78,7 @@ class TransformerBlock(HasParts):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x + attention(norm(x)), then x + MLP(norm(x)), each sublayer's output with dropout.
 
-        Other placements of norms are in config/sections/block.py.
+        Other placements of norms are `norm_placement` of config/sections/block.py, and "post" is BERT's.
         """
         match self.placement:
             case "post":

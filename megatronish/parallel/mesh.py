@@ -125,8 +125,8 @@ class Mesh:
     group, so no two directions may share one. `checkpoint_axis` is the world once more, over gloo: checkpoints are
     written by a thread in the background of training, and what two threads send through one group would be mixed up.
 
-    `dp` are the data ranks of this rank's island, with an outer optimizer: the number of islands times its size is that
-    of the layout.
+    With an outer optimizer `dp` are the dp ranks of this rank's island: the number of islands times its size is that of
+    the layout.
 
     On GPUs `world` moves tensors of the GPU and of the CPU, `dp` and `checkpoint_axis` those of the CPU, and every
     other axis those of the GPU: a group of gloo connects each of its ranks with each, when it is made.

@@ -33,7 +33,7 @@ class Progress:
 
     step: int = 0
     consumed_samples: int = 0
-    skipped_steps: int = 0  # of them: their gradient overflowed, and they changed no parameter
+    skipped_steps: int = 0  # of them: their gradient overflowed or was a spike, and they changed no parameter
     skipped_samples: int = 0  # what those consumed: the learning rate is constant over them, as in Megatron-LM
 
 
@@ -59,7 +59,7 @@ class LearningRates(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished step, counted from 1. `seconds` is the update alone: no data, no saving, no evaluation.
+    """One finished step, counted from 1. `seconds` is the engine's step: forward, backward, update; no data, no saving.
 
     `data_seconds` is the time for which the loop waited for the batch of this step. `consumed_samples` includes the
     `global_batch_size` of this step.
@@ -200,8 +200,7 @@ class Trainer:
 
     def step(self, micro_batches: list[MicroBatch]) -> StepRecord:
         """One step from its micro-batches."""
-        # 1. Rates are functions of the samples learned from before this step: steps whose gradient overflowed do not
-        # count.
+        # 1. Rates are functions of the samples learned from before this step: steps that were skipped do not count.
         before, schedule = self.progress, self.schedule
         learned_from = before.consumed_samples - before.skipped_samples
         decoupled = schedule.learning_rate.decoupled

@@ -21,7 +21,11 @@ CulpritKind = Literal["silent", "missing", "ended", "outside", "different", "cir
 
 @dataclass(frozen=True)
 class Culprit:
-    """A rank that hangs, or that does something else than the others. `lacks` is the collective it has not entered."""
+    """A rank that hangs, or that does something else than the others.
+
+    `lacks` is the collective that holds it up: one that it has not entered; of a "circle" or a "transfer" the one in
+    which it waits; of a rank that is "different" the one that it entered in place of `other`.
+    """
 
     rank: int
     kind: CulpritKind
@@ -33,7 +37,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class RanksSeen:
-    """What is known of all ranks: the newest beat of each, and since when those that are silent have been it."""
+    """What is known of all ranks: the newest beat of each, and how many seconds silent ones have been silent."""
 
     size: int
     beats: Mapping[int, Beat]

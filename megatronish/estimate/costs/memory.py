@@ -1,10 +1,10 @@
 """Memory of a device, estimated before any is allocated: of each pipeline stage at the moment when most is held.
 
 There is this one model: the first lines of a run, the refusal of a run without room, the forecast and the search over
-layouts call it, and a test holds it to the dry run, within 5 %. Every moment of a step is looked at at which most may
-be held, three of each backward that live_activations.py names:
+layouts call it, and a test holds it to the dry run, within 5 %. The peak is the largest of the moments at which memory
+may be fullest, three of each backward that live_activations.py names:
 
-    its begin     all activations and the logits are there, and what transient_memory.py adds
+    its start     all activations and the logits are there, and what transient_memory.py adds
     a layer       the logits of the micro-batch are gone; of full recomputation the activations of a group of layers are
                   there once more, and the gradients of its weights, inputs and outputs (layer_memory.py), the
                   largest at a time
@@ -72,17 +72,17 @@ def expected_memory(
 def bytes_of_uneven_load(
     config: Config, stages: Sequence[StageLoad], *, vocab_size: int, device: DeviceType = "cuda"
 ) -> int:
-    """Bytes that the fullest device adds for a load of its experts of once more the mean: `expected_memory` has one.
+    """Bytes that the fullest device adds if its experts get twice the mean load, for which `expected_memory` is.
 
     A device may receive all rows of its ep group, ep times the mean, as no token is dropped.
     """
     model = config.model
     twice = replace(config, model=replace(model, moe_router_topk=2 * model.moe_router_topk))
-    layout, activations = candidate_of(config), list[list[int]]()
+    candidate, activations = candidate_of(config), list[list[int]]()
     for each in (config, twice):
         memory = MemoryModel.alone(each, vocab_size, device, kernels=False)
         activations.append(
-            [memory.most_activations(layout, memory.layers.stage(load), load.plan)[0] for load in stages]
+            [memory.most_activations(candidate, memory.layers.stage(load), load.plan)[0] for load in stages]
         )
     return max(uneven - even for even, uneven in zip(*activations, strict=True))
 
@@ -101,12 +101,12 @@ class Moment(NamedTuple):
 
 @dataclass
 class MemoryModel:
-    """Memory of the stages of all layouts of a config; `config_of` gives the config of a layout."""
+    """Memory of the stages of all layouts of a config; `config_for` gives the config of a layout."""
 
     config: Config
     vocab_size: int
     layers: LayerKinds
-    config_of: Callable[[Candidate], Config]
+    config_for: Callable[[Candidate], Config]
     device: DeviceType = "cuda"
     kernels: bool = True
     shard_ranks: Mapping[str, int] = field(default_factory=dict)
@@ -125,25 +125,25 @@ class MemoryModel:
         layers = LayerKinds(config.model, config.adapter)
         return cls(config, vocab_size, layers, lambda _: config, device, kernels, shard_ranks)
 
-    def of_stages(self, layout: Candidate, loads: Sequence[StageLoad]) -> list[Memory]:
+    def of_stages(self, candidate: Candidate, loads: Sequence[StageLoad]) -> list[Memory]:
         """Bytes on a device of each stage when most is held, by owner."""
-        return [self.peaks(layout, self.layers.stage(load), load.plan, (layout.zero,))[0] for load in loads]
+        return [self.peaks(candidate, self.layers.stage(load), load.plan, (candidate.zero,))[0] for load in loads]
 
-    def peaks(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
+    def peaks(self, candidate: Candidate, stage: StageKinds, plan: StagePlan, zeros: Sequence[int]) -> list[Memory]:
         """Bytes of a stage when most is held, for each stage of ZeRO; 0 and 1 differ in their model state alone."""
-        sizes, peaks, fullest = self._layer_memory(layout), list[Memory](), dict[int, Moment]()
+        sizes, peaks, fullest = self._layer_memory(candidate), list[Memory](), dict[int, Moment]()
         work = self._work(sizes, stage)
         for zero in zeros:
-            state, units, of_update = self._state(layout.mesh, stage, zero)
+            state, units, of_update = self._state(candidate.mesh, stage, zero)
             if self.device == "cpu":
                 # A CPU's bound: the most of each kind of bytes, which are not there at the same time.
-                waiting, of_logits = self.most_activations(layout, stage, plan)
-                shared = self._transients(layout, stage, sizes, zero, units, plan).shared()
+                waiting, of_logits = self.most_activations(candidate, stage, plan)
+                shared = self._transients(candidate, stage, sizes, zero, units, plan).shared()
                 peaks.append(state._replace(activations=waiting, logits=of_logits, temporary=shared))
                 continue
             alike = max(zero, 1)
             if alike not in fullest:
-                transients = self._transients(layout, stage, sizes, zero, units, plan)
+                transients = self._transients(candidate, stage, sizes, zero, units, plan)
                 fullest[alike] = work.fullest(plan, transients)
             activations, logits, temporary, gradients = fullest[alike]
             if of_update > activations + logits + temporary + gradients:
@@ -152,19 +152,19 @@ class MemoryModel:
             peaks.append(held._replace(logits=round(logits), temporary=round(temporary)))
         return peaks
 
-    def floor(self, layout: Candidate, stage: StageKinds, plan: StagePlan, zero: int) -> float:
+    def floor(self, candidate: Candidate, stage: StageKinds, plan: StagePlan, zero: int) -> float:
         """Bytes below which a peak cannot be: model state without gradients, and activations that wait.
 
         Gradients are not all there while the most activations wait for a step's first backward.
         """
-        held = self._work(self._layer_memory(layout), stage).waiting_most(plan).values()
-        state = self._state(layout.mesh, stage, zero)[0]
+        held = self._work(self._layer_memory(candidate), stage).waiting_most(plan).values()
+        state = self._state(candidate.mesh, stage, zero)[0]
         return state.total - state.gradients + max(map(sum, held), default=0.0)
 
-    def of_one_micro_batch(self, layout: Candidate, stage: StageKinds) -> int:
+    def of_one_micro_batch(self, candidate: Candidate, stage: StageKinds) -> int:
         """Bytes of activations of a stage that one micro-batch at a time passes."""
         one = Instant((1,) * len(stage.chunks), (0,) * len(stage.chunks))
-        work = self._work(self._layer_memory(layout), stage)
+        work = self._work(self._layer_memory(candidate), stage)
         return round(work.waiting(one) + max(chunk.again for chunk in work.chunks))
 
     @remembered
@@ -172,21 +172,21 @@ class MemoryModel:
         return StageWork(sizes, stage)
 
     @remembered
-    def _layer_memory(self, layout: Candidate) -> LayerMemory:
-        defers = SCHEDULES[layout.schedule].has_weight_gradients
-        return self._memory_of(layout.of_a_layer(DEFERRING if defers else "1f1b"))
+    def _layer_memory(self, candidate: Candidate) -> LayerMemory:
+        defers = SCHEDULES[candidate.schedule].has_weight_gradients
+        return self._memory_of(candidate.of_a_layer(DEFERRING if defers else "1f1b"))
 
     @remembered
     def _memory_of(self, layer: Candidate) -> LayerMemory:
-        return LayerMemory(self.config_of(layer), self.vocab_size, self.device, self.kernels)
+        return LayerMemory(self.config_for(layer), self.vocab_size, self.device, self.kernels)
 
     # What does not depend on the micro-batch
 
     @remembered
     def _state(self, mesh: MeshSizes, stage: StageKinds, zero: int) -> tuple[Memory, GatheredUnits, float]:
         """Model state, what ZeRO-3 gathers, and Muon's largest buffer."""
-        layout, units = Candidate(mesh, zero=zero), GatheredUnits(0, 0, 0)
-        config = self.config_of(layout)
+        candidate, units = Candidate(mesh, zero=zero), GatheredUnits(0, 0, 0)
+        config = self.config_for(candidate)
         state = stage_state(config, StageCounts.of(config, stage, vocab_size=self.vocab_size))
         if zero == 3:
             # Stages change nothing of a kind's rows, and a context rank shares them as a data rank does.
@@ -195,7 +195,7 @@ class MemoryModel:
             ends = Rows.of(
                 StageParameters(config, of_ends, self.vocab_size).all(), data_ranks(config), self.shard_ranks
             )
-            units = GatheredUnits.of(self._layer_memory(layout), stage, rows, ends)
+            units = GatheredUnits.of(self._layer_memory(candidate), stage, rows, ends)
             if not config.adapter.is_used:
                 of_layers = [rows[kind].times(number) for kind, number in stage.counts.items()]
                 state = with_padding(state, [*of_layers, ends])
@@ -203,7 +203,7 @@ class MemoryModel:
 
     @remembered
     def _rows_of_kinds(self, mesh: MeshSizes) -> dict[LayerKind, Rows]:
-        config = self.config_of(Candidate(mesh, zero=3))
+        config = self.config_for(Candidate(mesh, zero=3))
         parameters = StageParameters(config, _load(), self.vocab_size)
         return {
             kind: Rows.of(parameters.layer(f"layers.{kind.first}", kind.cost, 0), data_ranks(config), self.shard_ranks)
@@ -212,41 +212,41 @@ class MemoryModel:
 
     def _transients(
         self,
-        layout: Candidate,
+        candidate: Candidate,
         stage: StageKinds,
         sizes: LayerMemory,
         zero: int,
         units: GatheredUnits,
         plan: StagePlan,
     ) -> StageTransients:
-        number, buckets, alike = len(stage.chunks), list[ChunkBuckets](), self._with_same_buckets(layout)
+        number, buckets, alike = len(stage.chunks), list[ChunkBuckets](), self._with_same_buckets(candidate)
         # Without ZeRO-2 buckets matter where the embedding is in one with the first layer, which is the first stage's.
         for place in range(number if zero == 2 else min(1, stage.is_first * number)):
             is_first, is_last = stage.is_first and place == 0, stage.is_last and place == number - 1
             ends = {"is_first": is_first, "is_last": is_last}
             buckets.append(self._buckets_of(alike, stage.chunks[place], **ends, adds_at_once=sizes.adds_at_once))
         is_only = plan.num_microbatches * number == 1
-        return StageTransients(sizes, stage, zero, buckets, units, layout.mesh.pp > 1, is_only)
+        return StageTransients(sizes, stage, zero, buckets, units, candidate.mesh.pp > 1, is_only)
 
     @remembered
-    def _with_same_buckets(self, layout: Candidate) -> Candidate:
+    def _with_same_buckets(self, candidate: Candidate) -> Candidate:
         """What of a layout decides its buckets; data ranks do only where gradients are sent as codes (qgZ)."""
-        tp, pp, dp, cp, ep, etp = layout.mesh
+        tp, pp, dp, cp, ep, etp = candidate.mesh
         ranks = dp * cp if self.config.parallel.zero_quantized_gradients is not None else max(1, ep * etp // tp)
-        schedule = DEFERRING if SCHEDULES[layout.schedule].has_weight_gradients else "1f1b"
+        schedule = DEFERRING if SCHEDULES[candidate.schedule].has_weight_gradients else "1f1b"
         mesh = MeshSizes(tp, min(pp, 2), ranks, 1, ep, etp)
-        return Candidate(mesh, schedule=schedule, zero=2, sequence_parallel=layout.sequence_parallel)
+        return Candidate(mesh, schedule=schedule, zero=2, sequence_parallel=candidate.sequence_parallel)
 
     @remembered
     def _buckets_of(
-        self, layout: Candidate, chunk: ChunkKinds, *, is_first: bool, is_last: bool, adds_at_once: bool
+        self, candidate: Candidate, chunk: ChunkKinds, *, is_first: bool, is_last: bool, adds_at_once: bool
     ) -> ChunkBuckets:
-        config, ends = self.config_of(layout), {"is_first": is_first, "is_last": is_last}
+        config, ends = self.config_for(candidate), {"is_first": is_first, "is_last": is_last}
         return ChunkBuckets.of(config, chunk, **ends, vocab_size=self.vocab_size, adds_at_once=adds_at_once)
 
-    def most_activations(self, layout: Candidate, stage: StageKinds, plan: StagePlan) -> tuple[int, int]:
+    def most_activations(self, candidate: Candidate, stage: StageKinds, plan: StagePlan) -> tuple[int, int]:
         """The most bytes of activations that wait at once, with those that are computed again, and of logits."""
-        work = self._work(self._layer_memory(layout), stage)
+        work = self._work(self._layer_memory(candidate), stage)
         held = [(work.waiting(instant), work.of_logits(instant)) for instant in fullest_instants(plan)]
         activations, logits = max(held, key=sum)
         return round(activations + max(chunk.again for chunk in work.chunks)), round(logits)
@@ -300,17 +300,17 @@ class StageWork:
         # What a backward holds in addition to all that waits depends on its chunk and on those that have begun: of the
         # backwards that have these in common, the one for which most waits is the fullest.
         for (chunk, begun), (waiting, logits) in self.waiting_most(plan).items():
-            for more, gone, temporary, come in self._of_backward(chunk, begun, gradients, transients):
-                if waiting + logits + more - gone + temporary + come > most:
-                    most = waiting + logits + more - gone + temporary + come
-                    fullest = waiting + more, logits - gone, temporary, come
+            for added, freed_logits, temporary, arrived in self._of_backward(chunk, begun, gradients, transients):
+                if waiting + logits + added - freed_logits + temporary + arrived > most:
+                    most = waiting + logits + added - freed_logits + temporary + arrived
+                    fullest = waiting + added, logits - freed_logits, temporary, arrived
         if self.sizes.defers:
             for instant in fullest_instants(plan):  # weight gradients by themselves
                 waiting, logits, temporary = self.waiting(instant), self.of_logits(instant), transients.of_weight
                 if any(instant.deferred) and waiting + logits + temporary > most:
                     most, fullest = waiting + logits + temporary, (waiting, logits, temporary, 0.0)
-        activations, logits, temporary, come = fullest
-        return Moment(activations, logits, temporary + transfers, come)
+        activations, logits, temporary, arrived = fullest
+        return Moment(activations, logits, temporary + transfers, arrived)
 
     def waiting_most(self, plan: StagePlan) -> dict[tuple[int, frozenset[int]], tuple[float, float]]:
         """{(chunk, chunks that have begun): activations and logits when most wait for a backward of that chunk}."""
@@ -326,7 +326,7 @@ class StageWork:
     def _of_backward(
         self, chunk: int, begun: frozenset[int], gradients: Sequence[float], transients: StageTransients
     ) -> Iterator[tuple[float, float, float, float]]:
-        """What a backward holds in addition to all that waits when it begins, and logits that are gone.
+        """(added activations, freed logits, temporaries, arrived gradients) of a backward, on top of all that waits.
 
         At the output layer, at the layer that needs most, at the embedding. Plain tuples are fast.
         """

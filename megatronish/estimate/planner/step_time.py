@@ -33,6 +33,7 @@ class StepSeconds(NamedTuple):
     exchange: float
     optimizer: float
     fixed: float
+    """What no model of a step accounts for: fixed costs, and waiting for the slowest rank."""
     hidden: float
     """What overlap hides at the better end."""
     others: float

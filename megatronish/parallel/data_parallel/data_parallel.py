@@ -52,7 +52,7 @@ class DataParallel(Protocol):
         ...
 
     def finish_reduction(self) -> None:
-        """Returns once every gradient is summed over all that it must be summed over."""
+        """Returns once every gradient is summed: over data ranks, then over replicas, tp and tied stages."""
         ...
 
     def counted_gradients(self) -> Mapping[str, list[Tensor]]:

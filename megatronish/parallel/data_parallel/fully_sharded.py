@@ -166,7 +166,7 @@ class FullySharded:
         return {}
 
     def finish_reduction(self) -> None:
-        """Returns once every gradient is summed over all that it must be summed over."""
+        """Returns once every gradient is summed: over data ranks, then over replicas, tp and tied stages."""
         # What is offloaded goes to the device and back, a bucket at a time: NCCL sends nothing from the CPU's memory.
         # 1. Replicas, which `fully_shard` does not know of. All transfers are started before one is waited for, except
         # for those that use the device as a detour.

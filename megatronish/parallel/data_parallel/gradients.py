@@ -50,7 +50,7 @@ from megatronish.parallel.sharding import Sharding
 Source = tuple[int, str]
 """A chunk, and the kind of its actions from which gradients come."""
 MOST_ALONE = 2_000_000
-"""Elements of a bucket that no data ranks share, on a CPU."""
+"""Most elements of a bucket that no data ranks share, on a CPU."""
 
 
 class Segment(NamedTuple):
@@ -163,8 +163,11 @@ class _Kinds(NamedTuple):
         by_codes = self.by_codes and self.domains[sharding.domain].shard.size > 1
         return SentAs(by_codes, self.weight_block if sharding.is_rounded else None)
 
-    def of(self, name: str) -> tuple[str, int, bool, list[str], bool, list[str], str, bool, bool]:
-        """Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order."""
+    def sort_key(self, name: str) -> tuple[str, int, bool, list[str], bool, list[str], str, bool, bool]:
+        """Key of a parameter's kind: those of one kind share buckets, and kinds are reduced in the order of their keys.
+
+        Tied last, partial before it: every rank then meets the axes of `sums_over` in the same order.
+        """
         sharding, parameter = self.shardings[name], self.parameters[name]
         integers = "" if parameter.is_floating_point() else str(parameter.dtype)
         domain = self.domains[sharding.domain]
@@ -200,7 +203,7 @@ def plan_buckets(
     kinds = _Kinds(parameters, shardings, domains, by_codes, weight_block)
     plans = []
     last_first = list(parameters)[::-1]
-    for _, of_kind in groupby(sorted(last_first, key=kinds.of), key=kinds.of):
+    for _, of_kind in groupby(sorted(last_first, key=kinds.sort_key), key=kinds.sort_key):
         by_sources: dict[frozenset[Source], list[str]] = {}
         for name in of_kind:
             by_sources.setdefault(sources[name], []).append(name)
@@ -462,7 +465,7 @@ class GradientBuckets:
             bucket.part.copy_(arrived)
 
     def finish_reduction(self) -> None:
-        """Returns once every part is summed over all that it must be summed over."""
+        """Returns once every part is summed: over data ranks, then over replicas, tp and tied stages."""
         # 1. Over the ranks that shard a bucket (or, not sharded, over all replicas).
         self._reduce_all()
         while self._reducing:

@@ -248,7 +248,7 @@ class Zero:
         return gradients
 
     def finish_reduction(self) -> None:
-        """Returns once every gradient is summed over all that it must be summed over."""
+        """Returns once every gradient is summed: over data ranks, then over replicas, tp and tied stages."""
         self.buckets.finish_reduction()
         self._offloaded.start()
 
