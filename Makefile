@@ -12,7 +12,7 @@ FINETUNE_FLAGS ?=
 BYTES_FLAGS ?=
 GPU_REPORT_FLAGS ?=
 BENCH_FLAGS ?=
-WORKERS ?= 2
+WORKERS ?= 4
 PART ?= 1/1
 
 DEMO = $(if $(findstring --config,$(PRETRAIN_FLAGS)),,--config configs/demo.toml)

@@ -97,7 +97,7 @@ class Engine:
     def gradients(
         self, micro_batches: Sequence[MicroBatch], *, num_steps_done: int, votes: Votes = no_votes, pads: bool = True
     ) -> StepResult:
-        """All but the update: the gradient of loss scale x loss / weight, summed (of ZeRO a part on each rank)."""
+        """A step without its update: the gradient of loss scale x loss / weight, summed (ZeRO: a part a rank)."""
         mesh, names, shapes = self.mesh, self.objective.names, self.balancing.shapes
         weight, scale = weight_of(micro_batches, self.objective, mesh), self.rule.loss_scale.scale
         local = with_factors(self._local(micro_batches, num_depths=self.stage.model.num_depths), mesh)

@@ -212,6 +212,9 @@ class Executor:
         other.chunks, other._forwards, other._handed_over = chunks, {}, {}
         return other
 
+    # In the loop below each turn frees what it can before the next one waits for its input, which may take long. A plan
+    # without B (evaluation, generation) saves nothing for a backward; one with W defers weight gradients. The last
+    # action of each kind in a chunk is the one that makes gradients final.
     def run(
         self,
         actions: Sequence[Action],
@@ -225,22 +228,18 @@ class Executor:
     ) -> dict[str, Tensor]:
         """Execute the actions; return the sums of this rank's chunks over the micro-batches by name, fp32 or integers.
 
-        Backward starts from the output of the last position, whose gradient is `loss_gradient`. `step` None means
-        evaluation.
+        Backward starts from `loss_gradient`, that of the last position's output. `step` None means evaluation.
         `begin_action` is called before each action, with whether it is the last one of its kind in its chunk.
         `on_model_output` is called with the number of each micro-batch and its output of the last position, without a
         graph, on the stage that holds this position.
         """
         totals: dict[str, Tensor] = {}
         shapes = [self.boundary.shape_of(micro_batch) for micro_batch in micro_batches]
-        # The last action of each kind in a chunk is the one that makes gradients final.
         last = {(action.kind, action.chunk): action for action in actions}
-        # A plan without B (evaluation, generation) saves nothing for a backward; one with W defers weight gradients.
         training = any(action.kind == "B" for action in actions)
         splits = any(action.kind == "W" for action in actions)
         assert not training or splits == (self.weight_gradients is not None), "a plan has W if its backward is split"
         self.peak_live = 0
-        # Each turn of the loop frees what it can before the next one waits for its input, which may take long.
         for i, action in enumerate(actions):
             self.record.action = action
             # 1. Post the receives of this action and of those just ahead, so that tensors arrive in the meantime.
