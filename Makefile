@@ -12,7 +12,7 @@ FINETUNE_FLAGS ?=
 BYTES_FLAGS ?=
 GPU_REPORT_FLAGS ?=
 BENCH_FLAGS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 PART ?= 1/1
 
 DEMO = $(if $(findstring --config,$(PRETRAIN_FLAGS)),,--config configs/demo.toml)

@@ -12,13 +12,13 @@ all ranks. Each island clips by its own, as it clips gradients by its own norm.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatronish.attention.largest_logits import LargestLogits
 from megatronish.config.config import Config
+from megatronish.model.attention import SelfAttention
 from megatronish.model.gpt import GPT
 from megatronish.optim.optimizer import Optimizer
 from megatronish.parallel import comm
@@ -87,9 +87,9 @@ class QKClip:
                         _multiply_rows(optimizer.shards[name], factors)
 
 
-def _attention_of(model: GPT) -> Iterator[tuple[str, Any]]:
+def _attention_of(model: GPT) -> Iterator[tuple[str, SelfAttention]]:
     """Names and modules of attention whose weights can be clipped."""
-    return ((name, module) for name, module in model.named_modules() if hasattr(module, "row_factors"))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, SelfAttention))
 
 
 def _multiply_rows(shard: Shard, factors: Tensor) -> None:

@@ -29,7 +29,7 @@ from megatronish.config.sections.model import ModelConfig
 from megatronish.config.sections.training import EXPLICIT, AttentionBackend
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm, Norm
-from megatronish.layers.recompute import recompute
+from megatronish.layers.recompute import HasParts, recompute
 from megatronish.model.context import Context
 from megatronish.model.rope import rotate
 from megatronish.ops.dropout import ProbabilityDropout
@@ -124,7 +124,33 @@ class KeyValueHeads(nn.Module):
         return keys, values
 
 
-class Attention(nn.Module):
+class SelfAttention(HasParts):
+    """Self-attention of a layer, of some kind: [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
+
+    A rank has N/tp heads, from `first_head` on. `slopes` are those of ALiBi, of the rank's heads.
+    """
+
+    def __init__(
+        self, config: ModelConfig, spec: AttentionSpec, *, layer: int, tp: TensorParallel, core: CoreAttention
+    ) -> None:
+        super().__init__()
+        self.config, self.spec, self.layer, self.tp, self.core = config, spec, layer, tp, core
+        self.largest: LargestLogits | None = None  # to which a run that wants them adds its own: engine/qk_clip.py
+        self.is_windowed = spec.is_windowed
+        self.first_head = tp.axis.rank * (spec.num_heads // tp.size)
+        self.slopes: tuple[float, ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it sends nothing itself: what its linear layers and its core send is theirs."""
+        return True
+
+    def row_factors(self, shares: Tensor, *, alpha: float) -> dict[str, Tensor]:
+        """Factors of the rows of whole weights, by the layer's name, where heads keep these shares [N] of logits."""
+        raise NotImplementedError
+
+
+class Attention(SelfAttention):
     """Self-attention, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]).
 
     A rank has N/tp query heads and K/tp key/value heads, or with K < tp the one that its queries share
@@ -141,14 +167,9 @@ class Attention(nn.Module):
         core: CoreAttention,
         output_std: float,
     ) -> None:
-        super().__init__()
-        self.config, self.spec, self.layer, self.core = config, spec, layer, core
-        self.is_windowed = spec.is_windowed
-        self.largest: LargestLogits | None = None  # to which a run that wants them adds its own: engine/qk_clip.py
+        super().__init__(config, spec, layer=layer, tp=tp, core=core)
         self.local_sections = tuple(section // tp.size for section in spec.sections.values())
         num_local_heads = spec.num_heads // tp.size
-        self.first_head = tp.axis.rank * num_local_heads
-        self.slopes: tuple[float, ...] = ()
         if config.position_embedding_type == "alibi":
             self.slopes = alibi_slopes(spec.num_heads)[self.first_head : self.first_head + num_local_heads]
         self.qkv = ColumnParallelLinear(

@@ -7,7 +7,7 @@ in `BLOCKS`.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from megatronish.core.names import BLOCK_NAMES, options_of
 from megatronish.layers.linear import WholeLinear
 from megatronish.layers.norm import Norm, residual_norm
 from megatronish.layers.recompute import HasParts, recompute_module, restoring
-from megatronish.model.attention import Attention, CoreAttention
+from megatronish.model.attention import Attention, CoreAttention, SelfAttention
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
 from megatronish.model.latent_attention import LatentAttention
@@ -33,7 +33,23 @@ class MakeBlock(Protocol):
     def __call__(self, config: ModelConfig, /, *, layer: int, tp: TensorParallel, core: CoreAttention) -> nn.Module: ...
 
 
-ATTENTIONS: dict[str, type[Attention] | type[LatentAttention]] = {"heads": Attention, "latent": LatentAttention}
+class MakeAttention(Protocol):
+    """Constructor of self-attention of one kind, from the spec of this kind."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        spec: Any,
+        /,
+        *,
+        layer: int,
+        tp: TensorParallel,
+        core: CoreAttention,
+        output_std: float,
+    ) -> SelfAttention: ...
+
+
+ATTENTIONS: dict[str, MakeAttention] = {"heads": Attention, "latent": LatentAttention}
 """Modules of self-attention, by the kind that a spec says."""
 
 
@@ -45,10 +61,10 @@ def make_attention(
     tp: TensorParallel,
     core: CoreAttention,
     output_std: float,
-) -> Attention | LatentAttention:
+) -> SelfAttention:
     """Self-attention of the kind that its spec is of."""
     make = ATTENTIONS[spec.kind]
-    return make(config, spec, layer=layer, tp=tp, core=core, output_std=output_std)  # type: ignore[arg-type]
+    return make(config, spec, layer=layer, tp=tp, core=core, output_std=output_std)
 
 
 class TransformerBlock(HasParts):

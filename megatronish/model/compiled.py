@@ -23,11 +23,10 @@ from megatronish.config.sections.training import EXPLICIT
 from megatronish.layers.linear import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatronish.layers.norm import AllHeadsNorm, EachHeadNorm
 from megatronish.layers.product import DENSE
-from megatronish.model.attention import Attention, CoreAttention, KeyValueHeads
+from megatronish.model.attention import CoreAttention, KeyValueHeads, SelfAttention
 from megatronish.model.block import TransformerBlock
 from megatronish.model.context import Context
 from megatronish.model.experts import MixtureOfExperts
-from megatronish.model.latent_attention import LatentAttention
 from megatronish.ops.compiled import compile_function
 from megatronish.ops.library import accumulation_dtype
 from megatronish.ops.triton_host import why_triton_cannot_compile
@@ -110,7 +109,7 @@ def _run(compiled: Callable[..., Tensor], layer: TransformerBlock, x: Tensor, *o
     return compiled(layer, x, *others)
 
 
-def _make_mask(attention: Attention | LatentAttention, context: Context, x: Tensor) -> None:
+def _make_mask(attention: SelfAttention, context: Context, x: Tensor) -> None:
     """Make what a layer's graph reads of the mask that layers share: made in a graph, it would be a graph of its own.
 
     And so would the next forward, which finds what the one before has made.
@@ -131,7 +130,7 @@ def _make_mask(attention: Attention | LatentAttention, context: Context, x: Tens
 
 def _keep_out(module: nn.Module) -> None:
     """Leave what cannot be part of a graph to run between graphs."""
-    if isinstance(module, Attention | LatentAttention) and not _is_one_graph(module):
+    if isinstance(module, SelfAttention) and not _is_one_graph(module):
         module.core = torch.compiler.disable(module.core)
     if isinstance(module, MixtureOfExperts) or not _is_local(module):
         module.forward = torch.compiler.disable(module.forward)
@@ -141,7 +140,9 @@ def _keep_out(module: nn.Module) -> None:
 
 def _is_local(module: nn.Module) -> bool:
     """Whether a layer computes with torch's own functions alone."""
-    if isinstance(module, AllHeadsNorm | LatentAttention):  # sums, and the shared key, go over tp
+    if isinstance(module, SelfAttention):
+        return module.is_local
+    if isinstance(module, AllHeadsNorm):  # whose sums go over tp
         return module.tp.size == 1
     if isinstance(module, EachHeadNorm | KeyValueHeads):
         return module.sharers == 1
@@ -150,14 +151,14 @@ def _is_local(module: nn.Module) -> bool:
     return not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.tp.size == 1
 
 
-def _is_one_graph(attention: Attention | LatentAttention) -> bool:
+def _is_one_graph(attention: SelfAttention) -> bool:
     """Whether a layer's core attention is: on a ring, with sinks, by blocks, or recomputed it has its own backward."""
     core = attention.core
     is_plain = core.cp.size == 1 and not core.recompute and attention.spec.softmax == "vanilla"
     return is_plain and not _goes_by_blocks(attention)
 
 
-def _goes_by_blocks(attention: Attention | LatentAttention) -> bool:
+def _goes_by_blocks(attention: SelfAttention) -> bool:
     """Whether a layer's core attention may be that of attention/block_sparse.py."""
     spec, device = attention.spec, next(attention.parameters()).device
     if attention.core.backend in EXPLICIT:

@@ -23,14 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatronish.attention.cached import KeyValueCache
-from megatronish.attention.largest_logits import LargestLogits
 from megatronish.attention.latent_blocks import LatentSizes
 from megatronish.config.sections.model import ModelConfig
 from megatronish.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatronish.layers.norm import Norm
 from megatronish.layers.product import DENSE
-from megatronish.layers.recompute import HasParts, restoring
-from megatronish.model.attention import CoreAttention
+from megatronish.layers.recompute import restoring
+from megatronish.model.attention import CoreAttention, SelfAttention
 from megatronish.model.context import Context
 from megatronish.model.rope import rotate
 from megatronish.parallel import comm
@@ -38,8 +37,10 @@ from megatronish.parallel.mesh import TensorParallel
 from megatronish.specs.latent_attention import LatentAttentionSpec
 
 
-class LatentAttention(HasParts):
+class LatentAttention(SelfAttention):
     """Multi-head latent attention, [S, B, D] -> [S, B, D] (sequence parallel: [S/tp, B, D]); a rank has N/tp heads."""
+
+    spec: LatentAttentionSpec
 
     def __init__(
         self,
@@ -51,14 +52,9 @@ class LatentAttention(HasParts):
         core: CoreAttention,
         output_std: float,
     ) -> None:
-        super().__init__()
-        self.config, self.spec, self.layer, self.tp, self.core = config, spec, layer, tp, core
-        self.largest: LargestLogits | None = None  # to which a run that wants them adds its own: engine/qk_clip.py
+        super().__init__(config, spec, layer=layer, tp=tp, core=core)
         self.takes_any_sizes = not core.wants_one_size  # a core that is compiled by itself does not say
         self.sends_latents = core.sends_latents
-        self.is_windowed = spec.is_windowed
-        self.slopes: tuple[float, ...] = ()
-        self.first_head = tp.axis.rank * (spec.num_heads // tp.size)
         if spec.q_rank is None:
             self.q = self._up(config.hidden_size, spec.num_heads * spec.head_size, section="q")
         else:
@@ -204,6 +200,11 @@ class LatentAttention(HasParts):
         dropout = context.attention_dropout(rate=self.config.attention_dropout)
         mask = context.mask(self.spec.window, (), self.spec.pattern)
         return self.core(q, k, v, mask=mask, first_head=self.first_head, dropout=dropout, latents=latents)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all of it is on this rank: the sums of its latents, and the key that heads share, go over tp."""
+        return self.tp.size == 1
 
     def row_factors(self, shares: Tensor, *, alpha: float) -> dict[str, Tensor]:
         """Factors of the rows of whole weights, by the layer's name, where heads keep these shares [N] of logits."""

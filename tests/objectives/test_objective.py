@@ -59,7 +59,7 @@ def train(place: Place, flags: str) -> list[tuple[float, ...]]:
         assert result.votes == {"rank": size * (size - 1) / 2, "all": size}
         seen.append((result.metrics[LOSS], result.metrics["sure"], result.grad_norm))
     totals = engine.evaluate(batches(0, 8))
-    return [*seen, (totals.sums[LOSS], totals.sums["sure"], totals.weight)]
+    return [*seen, (totals.objective[LOSS], totals.objective["sure"], totals.weight)]
 
 
 @pytest.mark.parametrize(
