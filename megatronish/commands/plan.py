@@ -230,7 +230,8 @@ def _vocab_size(config: Config) -> int:
         return build_tokenizer(config.data).vocab_size
     except (UserError, OSError) as error:
         raise UserError(
-            "the tokenizer of the config is not on this machine; add --vocab-size 50257, or what it has"
+            "the vocabulary is not known: the config names no tokenizer, or its files are not on this machine; add "
+            "--vocab-size 50257, or what it has"
         ) from error
 
 

@@ -94,7 +94,7 @@ RULES = (
 def problems(config: Config, *, invalid: Collection[str] = ()) -> list[str]:
     """Complaints about a config, a sentence each.
 
-    Fields in `invalid` have a complaint already, or are of no use to who asks: they are skipped here, with the rules
+    Fields in `invalid` have a complaint already, or are not given and not needed: they are skipped here, with the rules
     that read them.
     """
     missing = _missing(config, invalid=invalid)

@@ -63,7 +63,7 @@ def read_config(
     """Config of a command line; `world_size` is the launcher's (torchrun, SLURM), None on a plain start.
 
     `read_start` reads the model that --load-hf or --use-checkpoint-args names; `program` is the name in --help. A
-    program that does not train leaves fields `unasked`: they need not be given, nor their files be here.
+    program that does not train leaves fields `unasked`: they need not be given, nor files of data or tokenizer exist.
     `settle_layout` replaces the layout before the check. Prints and exits 0 on --help (help.py). ConfigError with all
     problems.
     """
@@ -149,7 +149,7 @@ def _check(parsed: Parsed, filled: Filled, *, unasked: Collection[str]) -> list[
         *parsed.problems,
         *([] if start is None else contradictions(start, _of_start(parsed.settings, own), own)),
         *filled.problems,
-        *broken_rules(config, invalid={*parsed.invalid, *unasked}),
+        *broken_rules(config, invalid={*parsed.invalid, *(set(unasked) - own.keys())}),
         *([] if unasked else missing_files(config.data)),
     ]
 

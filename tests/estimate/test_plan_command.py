@@ -75,7 +75,21 @@ def test_a_plan_needs_neither_learning_rate_nor_data_and_its_run_asks_for_them(
     ]
     status, _, err = plan(*words, capsys=capsys)
     assert status == 2
-    assert "add --vocab-size" in err
+    assert "the vocabulary is not known" in err and "add --vocab-size" in err
+    for given, complaint in (
+        ("--train-iters -5", "train_iters=-5 must be at least 1"),
+        (f"--train-iters {'9' * 350}", "must be at most"),
+        ("--lr -1", "lr=-1.0 must be greater than 0"),
+        ("--lr nan", "must be finite"),
+        ("--lr 1e-3 --min-lr 1", "min_lr=1.0"),
+        ("--train-iters 10 --lr-warmup-iters 20", "lr_warmup_iters=20"),
+        ("--data-path 30 a 70 b c", "data_path="),
+        ("--tokenizer-type null", "tokenizer_type=null needs"),
+    ):
+        vocabulary = () if "null" in given else ("--vocab-size", "50257")
+        status, _, err = plan(*words, *vocabulary, *given.split(), capsys=capsys)
+        assert status == 2
+        assert complaint in err, given
 
 
 def test_a_layout_by_name_is_explained_and_one_that_does_not_fit_has_a_remedy(
