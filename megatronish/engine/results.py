@@ -71,8 +71,8 @@ class StepResult(NamedTuple):
 class StepSums(NamedTuple):
     """Sums of a step or an evaluation over all ranks: the objective's, those of the model's layers, and hooks' votes.
 
-    `weight` is what divides the objective's. `norm` is that of the gradient of this rank's island, and `mean_norm` the
-    mean of those of all islands; without islands it is the same.
+    `weight` is what divides the objective's. `norm` is that of the gradient of this rank's island (0 in an evaluation),
+    and `mean_norm` the mean of those of all islands; without islands it is the same.
     """
 
     objective: Mapping[str, float]

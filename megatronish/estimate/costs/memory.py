@@ -72,7 +72,7 @@ def expected_memory(
 def bytes_of_uneven_load(
     config: Config, stages: Sequence[StageLoad], *, vocab_size: int, device: DeviceType = "cuda"
 ) -> int:
-    """Bytes that the fullest device adds if its experts get twice the mean load, for which `expected_memory` is.
+    """Bytes that the fullest device adds if its experts get twice the mean load that `expected_memory` has.
 
     A device may receive all rows of its ep group, ep times the mean, as no token is dropped.
     """
